@@ -1,0 +1,26 @@
+"""Statistics of data-parallel ranks, each of which saw its own part of the calibration set."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.distributed import get_source_rank, is_distributed
+from torch import Tensor
+from torch import distributed as dist
+
+
+def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sum CPU tensors over all ranks, in place; every rank ends with the source rank's bits.
+
+    Reduced to one rank and broadcast, so that all ranks take the same decisions. Without a process group: unchanged.
+    """
+    if not is_distributed():
+        return tensors
+    group = dist.new_group(backend="gloo")
+    try:
+        for tensor in tensors.values():
+            assert tensor.device == torch.device("cpu"), "ranks exchange statistics over gloo"
+            dist.reduce(tensor, dst=get_source_rank(), group=group)
+            dist.broadcast(tensor, src=get_source_rank(), group=group)
+    finally:
+        dist.destroy_process_group(group)
+    return tensors

@@ -1,0 +1,40 @@
+"""The result of observing a model: scores of channels, experts and layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttributionScores:
+    """Everything the decisions need. Float64 on the CPU unless said otherwise.
+
+    Attributes:
+        names: module path of each expert block, in layer order.
+        top_k: experts picked for a token, per layer.
+        channels_LEI: channel scores, at least 0.
+        first_order_LE: ``sum_t <g z, y> / ||y||^2``, the paper's first-order attribution of an expert.
+        second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the loss when the expert is removed, exactly.
+        tokens_LE: routed tokens, int64.
+        gate_sum_LE: sum of routing weights.
+        layer_loss_L: rise of the model's loss when a layer fades, ``None`` where it was not measured.
+    """
+
+    names: list[str]
+    top_k: list[int]
+    channels_LEI: Tensor
+    first_order_LE: Tensor
+    second_order_LE: Tensor
+    tokens_LE: Tensor
+    gate_sum_LE: Tensor
+    layer_loss_L: Tensor | None
+
+    @property
+    def unreached(self) -> dict[str, list[int]]:
+        """Experts that no calibration token reached, per block."""
+        unreached = {
+            name: (self.tokens_LE[layer] == 0).nonzero().flatten().tolist() for layer, name in enumerate(self.names)
+        }
+        return {name: experts for name, experts in unreached.items() if experts}

@@ -1,0 +1,117 @@
+"""The contract between the compressing and the serving half: one versioned entry of ``config.json``.
+
+A pruned checkpoint is an ordinary compressed-tensors directory whose ``quantization_config`` carries the entry
+``moe_coverage``. It says how wide every expert is; the tensors themselves keep their names. Standard library only, so
+that both halves read it at no cost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+CONFIG_KEY = "moe_coverage"
+SCHEMA_VERSION = 1
+
+Layout = Literal["ragged", "padded", "uniform"]
+
+
+class CoverageError(ValueError):
+    """A user's mistake, told in one sentence: the value, the limit and the remedy."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Widths of all experts of a checkpoint and where they came from.
+
+    Attributes:
+        layout: ``ragged`` (every expert at its own width), ``padded`` (zero-padded to one width for the whole model) or
+            ``uniform`` (pruned to one width for the whole model). Stock engines load the latter two.
+        intermediate_size: channels of an expert before pruning.
+        widths: for the module path of every layer's experts (``model.layers.0.mlp.experts``), the channels stored for
+            each expert, in expert order. 0: the expert was removed, has no tensors, and the router must never pick it.
+        block_size: every width is a multiple of it; 1 where widths are not aligned.
+        provenance: versions, source model, scores and recipe behind the widths; for people, never read back.
+    """
+
+    layout: Layout
+    intermediate_size: int
+    widths: dict[str, list[int]]
+    block_size: int = 1
+    provenance: dict[str, Any] = field(default_factory=dict)
+    version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != SCHEMA_VERSION:
+            raise CoverageError(
+                f"{CONFIG_KEY} entry has schema version {self.version!r}, this release reads {SCHEMA_VERSION}: "
+                "install the release of moe-coverage-plugin that wrote the checkpoint, or a newer one"
+            )
+        if self.layout not in get_args(Layout):
+            raise CoverageError(f"{CONFIG_KEY} layout is {self.layout!r}, known are {', '.join(get_args(Layout))}")
+        if not self.widths:
+            raise CoverageError(f"{CONFIG_KEY} entry names no layer: the checkpoint was not written completely")
+        for name, widths in self.widths.items():
+            self._check_layer(name, widths)
+        if self.layout != "ragged" and len(self.distinct_widths) != 1:
+            raise CoverageError(f"{CONFIG_KEY} layout {self.layout!r} needs one width, found {self.distinct_widths}")
+
+    def _check_layer(self, name: str, widths: list[int]) -> None:
+        for expert, width in enumerate(widths):
+            if not isinstance(width, int) or not 0 <= width <= self.intermediate_size or width % self.block_size:
+                raise CoverageError(
+                    f"{name} expert {expert} has width {width!r}, expected a multiple of {self.block_size} "
+                    f"between 0 and {self.intermediate_size}: the {CONFIG_KEY} entry is damaged"
+                )
+
+    @property
+    def distinct_widths(self) -> list[int]:
+        """All widths that occur, ascending; 0 where experts were removed."""
+        return sorted({width for widths in self.widths.values() for width in widths})
+
+    @property
+    def dead_experts(self) -> dict[str, list[int]]:
+        """Removed experts per layer; layers without any are left out."""
+        dead = {name: [e for e, width in enumerate(widths) if width == 0] for name, widths in self.widths.items()}
+        return {name: experts for name, experts in dead.items() if experts}
+
+    @property
+    def declared_width(self) -> int:
+        """The expert width to write where stock engines look for it.
+
+        They must load the ``padded`` and ``uniform`` layouts and stop at a ``ragged`` one. Engines narrow a buffer to a
+        smaller tensor silently but refuse a larger one, so the value must be smaller than at least one stored width.
+        """
+        stored = [width for width in self.distinct_widths if width > 0]
+        if self.layout != "ragged" or (len(stored) == 1 and not self.dead_experts):
+            return stored[0]
+        return stored[0] if len(stored) > 1 else max(1, stored[0] // 2)
+
+    def to_entry(self) -> dict[str, Any]:
+        """The JSON-ready entry; ``dead_experts`` is written for readers of the file and derived when read."""
+        return asdict(self) | {"dead_experts": self.dead_experts}
+
+    @classmethod
+    def from_quantization_config(cls, quantization_config: Mapping[str, Any] | None) -> Manifest | None:
+        """Read the entry of a ``quantization_config`` mapping; ``None`` where there is no such entry.
+
+        Raises:
+            CoverageError: for an unknown schema version or a damaged entry.
+        """
+        entry = (quantization_config or {}).get(CONFIG_KEY)
+        if entry is None:
+            return None
+        known = {key: entry[key] for key in cls.__dataclass_fields__ if key in entry}
+        version = known.get("version")
+        if version == SCHEMA_VERSION and not {"layout", "intermediate_size", "widths"} <= known.keys():
+            raise CoverageError(f"{CONFIG_KEY} entry lacks layout, intermediate_size or widths: it is damaged")
+        return cls(**{"layout": "ragged", "intermediate_size": 0, "widths": {}, "version": None} | known)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path) -> Manifest | None:
+        """Read the entry of a checkpoint directory's ``config.json``; ``None`` where there is none."""
+        config = json.loads((Path(path) / "config.json").read_text())
+        return cls.from_quantization_config(config.get("quantization_config"))

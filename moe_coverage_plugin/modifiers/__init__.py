@@ -1,0 +1,8 @@
+"""The method as llm-compressor modifiers."""
+
+from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
+from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
+from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+
+__all__ = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]

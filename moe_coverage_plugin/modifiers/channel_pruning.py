@@ -1,0 +1,202 @@
+"""Cuts the planned channels out of the model and sees to it that it is saved as a pruned checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from llmcompressor.core import Event, State
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationMixin
+from loguru import logger
+from pydantic import PrivateAttr
+from torch import Tensor
+from torch.nn import Linear
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, projections
+from moe_coverage_plugin.calibration.token_mask import data_hash
+from moe_coverage_plugin.core.ragged import kept_channels, prefix_scores
+from moe_coverage_plugin.manifest import CoverageError, Layout
+from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
+from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around, running_oneshot
+from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
+from moe_coverage_plugin.modifiers.quantizers import check_quantizers
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord, check_output, save_with_manifest
+from moe_coverage_plugin.surgery.experts import prune_block
+from moe_coverage_plugin.surgery.router import mask_router
+
+
+class ChannelPruningModifier(Modifier):
+    """Removes the channels that the plan before it does not keep, and masks removed experts in the routers.
+
+    ``model.save_pretrained`` and ``oneshot(output_dir=...)`` then write a checkpoint with the widths in its config.
+
+    Args:
+        layout: ``ragged`` stores every expert at its own width. ``padded`` appends zero channels up to the widest expert,
+            so that stock engines load it, at no saving. ``uniform`` gives all experts the average width and their best
+            channels: stock engines load it and save memory. A stock router cannot be masked, so the latter two remove no
+            expert whole.
+
+    Example recipe::
+
+        ChannelPruningModifier:
+          layout: ragged
+    """
+
+    layout: Layout = "ragged"
+
+    _coverage: CoverageModifier | None = PrivateAttr(default=None)
+    _planner: PlanModifier | None = PrivateAttr(default=None)
+    _recipe: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        prepare(self)
+        self._coverage = predecessor(self, CoverageModifier)
+        self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
+        before, after = recipe_around(self)
+        _refuse_neighbours(before, after)
+        block_size = self._planner.block_size if isinstance(self._planner, AlignmentModifier) else 1
+        check_quantizers(state.model, self._coverage.attribution.blocks, after, block_size)
+        self._check_output(state.model, quantized=any(isinstance(other, QuantizationMixin) for other in after))
+        ours = [other for other in (*before, self) if is_ours(other)]
+        self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
+        return True
+
+    def _check_output(self, model: PreTrainedModel, quantized: bool) -> None:
+        assert self._coverage is not None
+        run = running_oneshot()
+        if run is None or run.output_dir is None:
+            return
+        linears = [linear for block in self._coverage.attribution.blocks for linear in block_linears(block)]
+        pruned_bytes = sum(linear.weight.nbytes for linear in linears) * self._coverage.sparsity
+        # an estimate from below, so that nothing that would fit is refused: four bits and scales take over a quarter
+        kept_bytes = int(model_bytes(model) - pruned_bytes)
+        check_output(Path(run.output_dir), needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        assert self._planner is not None and self._coverage is not None
+        plan = self._planner.plan
+        blocks = self._coverage.attribution.blocks
+        widths_LE = self._stored_widths(plan)
+        for block, widths_E in zip(blocks, widths_LE, strict=True):
+            check_routable(block, widths_E)
+        kept_LE = kept_channels(plan.scores.channels_LEI, widths_LE)
+        padded_width = int(widths_LE.max()) if self.layout == "padded" else None
+        before = model_bytes(state.model)
+        for block, kept_E in tqdm(list(zip(blocks, kept_LE, strict=True)), desc="Pruning channels"):
+            prune_block(block, kept_E, padded_width)
+            mask_router(block)
+        record = PruningRecord(
+            layout=self.layout,
+            intermediate_size=plan.scores.channels_LEI.shape[-1],
+            block_size=plan.block_size if padded_width is None else 1,
+            provenance=self._provenance(state),
+            report=_report(plan, widths_LE),
+            companions=_tokenizer_of_run(),
+        )
+        save_with_manifest(state.model, record)
+        removed = int((widths_LE == 0).sum())
+        logger.info(
+            f"Pruned {plan.scores.channels_LEI.numel() - int(widths_LE.sum())} of {plan.scores.channels_LEI.numel()} expert "
+            f"channels and {removed} whole experts: {before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
+        )
+
+    def _stored_widths(self, plan: WidthPlan) -> Tensor:
+        """The planned widths as far as the layout can say them."""
+        if self.layout == "ragged":
+            return plan.widths_LE
+        if self.layout == "padded":
+            revived = int((plan.widths_LE == 0).sum())
+            if revived:
+                logger.warning(
+                    f"layout='padded' cannot remove experts: {revived} keep {plan.block_size} channels instead of none"
+                )
+            return plan.widths_LE.clamp(min=plan.block_size)
+        average = int(plan.widths_LE.sum()) // plan.widths_LE.numel()
+        width = average - average % plan.block_size
+        if width == 0:
+            raise CoverageError(
+                f"layout='uniform' would give every expert {average} channels, less than one block of {plan.block_size}: lower "
+                "sparsity or block_size"
+            )
+        return torch.full_like(plan.widths_LE, width)
+
+    def _provenance(self, state: State) -> dict[str, Any]:
+        packages = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
+        return {
+            "model": state.model.config._name_or_path,
+            "recipe": self._recipe,
+            "calibration_sha256": data_hash(state.data.calib),
+            "calibration_batches": len(state.data.calib),
+            "torch_seed": torch.initial_seed(),
+            "versions": {package: version(package) for package in packages},
+        }
+
+
+def _refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier]) -> None:
+    if any(isinstance(other, QuantizationMixin) for other in before):
+        raise CoverageError(
+            "a quantizer stands before ChannelPruningModifier: prune first, then quantize what is left"
+        )
+    if any(isinstance(other, REAPPruningModifier) for other in after):
+        raise CoverageError(
+            "REAPPruningModifier stands after ChannelPruningModifier and would renumber its experts: put it before "
+            "AttributionModifier"
+        )
+
+
+def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
+    """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
+
+    Raises:
+        CoverageError: as said, with the block, or the group, that is too small.
+    """
+    live_E = widths_E > 0
+    groups, picked_groups = getattr(block.router, "n_group", None) or 1, getattr(block.router, "topk_group", None) or 1
+    live_G = live_E.reshape(groups, -1).sum(-1)
+    # a group is scored by its best two experts, so one alone would never be reached
+    needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
+    if bool((live_G < needed).any()):
+        raise CoverageError(
+            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: lower sparsity "
+            "or min_width"
+        )
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def block_linears(block: ExpertBlock) -> list[Linear]:
+    """All projections of all experts of a block."""
+    return [linear for mlp in block.mlps for linear in projections(mlp).values()]
+
+
+def _tokenizer_of_run() -> Callable[[Path], None] | None:
+    run = running_oneshot()
+    processor = run.processor if run is not None else None
+    return None if processor is None else lambda directory: processor.save_pretrained(directory)
+
+
+def _report(plan: WidthPlan, widths_LE: Tensor) -> dict[str, Any]:
+    """Figures of a pruning, per block, for the file beside the checkpoint."""
+    prefix_LEN = prefix_scores(plan.scores.channels_LEI)
+    kept_LE = prefix_LEN.gather(-1, widths_LE.unsqueeze(-1)).squeeze(-1)
+    coverage_L = kept_LE.sum(-1) / prefix_LEN[..., -1].sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    blocks = {
+        name: {
+            "widths": widths_LE[layer].tolist(),
+            "tokens": plan.scores.tokens_LE[layer].tolist(),
+            "coverage": float(coverage_L[layer]),
+        }
+        for layer, name in enumerate(plan.scores.names)
+    }
+    return {"blocks": blocks, "experts_without_tokens": plan.scores.unreached, "plan": plan.notes}

@@ -1,0 +1,104 @@
+"""What the modifiers know about the ``oneshot`` run they are part of."""
+
+from __future__ import annotations
+
+import sys
+from typing import TypeVar
+
+from llmcompressor.core import active_session
+from llmcompressor.entrypoints.oneshot import Oneshot
+from llmcompressor.modifiers import Modifier
+
+from moe_coverage_plugin.manifest import CoverageError
+
+M = TypeVar("M", bound=Modifier)
+
+
+def running_oneshot() -> Oneshot | None:
+    """The ``oneshot`` call in progress, ``None`` where a session is driven by hand.
+
+    A session is told neither the output directory nor the pipeline nor the tokenizer, and mistakes in them must be found
+    before calibration. Read off the call stack, because that changes nothing in the toolkit.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), Oneshot):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def is_ours(modifier: Modifier) -> bool:
+    """Whether a modifier belongs to this package."""
+    return type(modifier).__module__.startswith(__package__ or "")
+
+
+def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
+    """The recipe's modifiers before and after ``modifier``. Only while a recipe initializes: later, passes hide others."""
+    modifiers = active_session().lifecycle.recipe.modifiers
+    index = next(i for i, other in enumerate(modifiers) if other is modifier)
+    return modifiers[:index], modifiers[index + 1 :]
+
+
+def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
+    """The last modifier of one of ``kinds`` before ``modifier`` in the recipe.
+
+    Raises:
+        CoverageError: there is none.
+    """
+    before, after = recipe_around(modifier)
+    for other in reversed(before):
+        if isinstance(other, kinds):
+            return other
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    where = "comes after it" if any(isinstance(other, kinds) for other in after) else "is missing"
+    raise CoverageError(
+        f"{type(modifier).__name__} needs {wanted} before it in the recipe, which {where}: the order is AttributionModifier, "
+        "CoverageModifier, AlignmentModifier (optional), ChannelPruningModifier, then quantizers"
+    )
+
+
+def prepare(modifier: Modifier) -> None:
+    """What each of our modifiers does first when a recipe initializes: take ``recipe_args``, refuse a shared pass.
+
+    Raises:
+        CoverageError: see :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
+    """
+    apply_recipe_args(modifier)
+    run = running_oneshot()
+    if run is not None and str(run.dataset_args.pipeline).lower() != "independent":
+        refuse_shared_pass(modifier)
+
+
+def refuse_shared_pass(modifier: Modifier) -> None:
+    """Refuse a calibration pass in which other modifiers run together with ours.
+
+    A quantizer in the same pass would measure experts before their channels are cut.
+    """
+    modifiers = active_session().lifecycle.recipe.modifiers
+    strangers = [type(other).__name__ for other in modifiers if not is_ours(other)]
+    if strangers:
+        raise CoverageError(
+            f"{type(modifier).__name__} shares one calibration pass with {', '.join(strangers)}, which would be calibrated on "
+            'experts of the old width: give every modifier its own with pipeline="independent", the default of oneshot'
+        )
+
+
+def apply_recipe_args(modifier: Modifier) -> None:
+    """Let ``oneshot(recipe_args=...)`` override fields of our modifiers by name.
+
+    The toolkit accepts the argument but applies it to nothing, so a name that none of our modifiers has is refused.
+
+    Raises:
+        CoverageError: an unknown name.
+        pydantic.ValidationError: a value that the field does not take.
+    """
+    recipe = active_session().lifecycle.recipe
+    inherited = set(Modifier.model_fields)
+    known = {name for other in recipe.modifiers if is_ours(other) for name in type(other).model_fields} - inherited
+    if unknown := sorted(set(recipe.args) - known):
+        raise CoverageError(f"recipe_args {', '.join(unknown)} override nothing: known are {', '.join(sorted(known))}")
+    overrides = {name: value for name, value in recipe.args.items() if name in type(modifier).model_fields}
+    checked = type(modifier).model_validate(modifier.model_dump(exclude=inherited) | overrides)
+    for name in overrides:
+        setattr(modifier, name, getattr(checked, name))

@@ -1,0 +1,49 @@
+"""The widths that one planning modifier hands to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompressor.modifiers import Modifier
+from pydantic import PrivateAttr
+from torch import Tensor
+
+from moe_coverage_plugin.calibration.scores import AttributionScores
+from moe_coverage_plugin.manifest import CoverageError
+
+
+@dataclass(frozen=True)
+class WidthPlan:
+    """How many channels every expert keeps, before anything is cut.
+
+    Attributes:
+        widths_LE: kept channels, int64.
+        block_size: every width is a multiple of it.
+        notes: figures for the report.
+    """
+
+    scores: AttributionScores
+    widths_LE: Tensor
+    block_size: int = 1
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        live_L = (self.widths_LE > 0).sum(-1)
+        for name, live, top_k in zip(self.scores.names, live_L.tolist(), self.scores.top_k, strict=True):
+            if live < top_k:
+                raise CoverageError(
+                    f"{name} would keep {live} experts but its router picks {top_k} for every token: lower sparsity or min_width"
+                )
+
+
+class PlanModifier(Modifier):
+    """A modifier that decides widths and changes no model: coverage and alignment."""
+
+    _plan: WidthPlan | None = PrivateAttr(default=None)
+
+    @property
+    def plan(self) -> WidthPlan:
+        """The plan, once this modifier's pass has ended."""
+        assert self._plan is not None, f"{type(self).__name__} has not run yet"
+        return self._plan

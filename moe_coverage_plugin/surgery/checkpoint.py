@@ -1,0 +1,139 @@
+"""Writes pruned checkpoints: an ordinary compressed-tensors directory plus our entry, complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.distributed import is_source_process
+from compressed_tensors.quantization.utils import is_module_quantized
+from loguru import logger
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Layout, Manifest
+
+UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+REPORT_NAME = "moe_coverage_report.json"
+
+
+@dataclass
+class PruningRecord:
+    """What a pruned model remembers about its pruning until it is saved.
+
+    Attributes:
+        companions: writes what belongs beside the model (a tokenizer) into a directory.
+    """
+
+    layout: Layout
+    intermediate_size: int
+    block_size: int
+    provenance: dict[str, Any]
+    report: dict[str, Any] = field(default_factory=dict)
+    companions: Callable[[Path], None] | None = None
+
+
+def describe(model: PreTrainedModel, record: PruningRecord) -> Manifest:
+    """The manifest of a pruned model, its widths read off the live modules."""
+    widths = {block.name: block.widths for block in find_expert_blocks(model)}
+    return Manifest(record.layout, record.intermediate_size, widths, record.block_size, record.provenance)
+
+
+def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
+    """Make ``model.save_pretrained`` write pruned checkpoints.
+
+    Wraps the toolkit's own method, which must be in place. The directory appears under its name only when everything is
+    in it: files are written into a hidden sibling, which is then renamed.
+    """
+    toolkit_save = model.save_pretrained
+    assert getattr(toolkit_save, "_overridden", False), "oneshot replaces save_pretrained before modifiers run"
+    model_ref = weakref.ref(model)
+
+    @wraps(toolkit_save)
+    def save_pretrained(save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        model = model_ref()
+        assert model is not None
+        if kwargs.get("push_to_hub"):
+            raise CoverageError(
+                "push_to_hub=True would upload before the checkpoint is complete: save, then upload_folder"
+            )
+        target = Path(save_directory)
+        check_output(target)
+        with staged(target) as staging:
+            toolkit_save(str(staging), **kwargs)
+            if is_source_process():
+                write_entry(staging, describe(model, record), quantized=_is_quantized(model))
+                (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
+                if record.companions is not None:
+                    record.companions(staging)
+        logger.info(f"Saved {target}")
+
+    # the toolkit's mark: it leaves a method that carries it alone when the model enters oneshot again
+    save_pretrained._overridden = True  # type: ignore[attr-defined]
+    model.save_pretrained = save_pretrained  # type: ignore[method-assign]
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A directory to fill in; renamed to ``target`` when the block ends, deleted when it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        # mkdtemp is private to its user, a checkpoint is not
+        umask = os.umask(0)
+        os.umask(umask)
+        staging.chmod(0o777 & ~umask)
+        yield staging
+        if is_source_process():
+            os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_output(target: Path, needed_bytes: int = 0) -> None:
+    """Refuse an output directory that cannot take a checkpoint.
+
+    Raises:
+        CoverageError: it is not empty, its parent is not writable, or the disk has less than ``needed_bytes`` free.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CoverageError(f"output {target} exists and is not empty: choose another directory, or empty this one")
+    parent = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CoverageError(f"output {target} cannot be created: {parent} is not writable, choose another directory")
+    if (free := shutil.disk_usage(parent).free) < needed_bytes:
+        raise CoverageError(
+            f"output {target} needs about {needed_bytes / 2**30:.1f} GiB, its disk has {free / 2**30:.1f} GiB free: make room"
+        )
+
+
+def write_entry(directory: Path, manifest: Manifest, quantized: bool) -> None:
+    """Add the manifest to ``config.json`` and declare a width at which stock engines stop or load rightly.
+
+    The toolkit rewrites the file from the source model's, so this comes after it; replaced atomically.
+    """
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    # a file inherited from a quantized source may carry a quantization that the model no longer has
+    quantization = config["quantization_config"] if quantized else dict(UNQUANTIZED)
+    config["quantization_config"] = quantization | {CONFIG_KEY: manifest.to_entry()}
+    text_config = config.get("text_config", config)
+    width_key = next(key for key in WIDTH_KEYS if key in text_config)
+    text_config[width_key] = manifest.declared_width
+    temporary = path.with_suffix(".json.partial")
+    temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.replace(temporary, path)
+
+
+def _is_quantized(model: torch.nn.Module) -> bool:
+    return any(is_module_quantized(module) for module in model.modules())

@@ -1,0 +1,158 @@
+"""Reads pruned checkpoints back into transformers, strict about every tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
+from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
+from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
+from safetensors import safe_open
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
+from moe_coverage_plugin.surgery.experts import prune_block
+from moe_coverage_plugin.surgery.router import mask_router
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Open a pruned checkpoint as a transformers model on the CPU whose experts have their own widths.
+
+    4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout again)
+    and passed to ``oneshot`` to be quantized.
+
+    Args:
+        path: checkpoint directory, one file or sharded.
+        dtype: cast floating-point weights; the checkpoint's own where not given.
+
+    Raises:
+        CoverageError: no pruned checkpoint, a tensor missing, left over, or of another shape than its manifest says.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file() or (manifest := Manifest.from_checkpoint(path)) is None:
+        raise CoverageError(
+            f"{path} is no pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
+        )
+    config, quantization = _read_config(path, manifest)
+    model = _skeleton(config, manifest, dtype or config.dtype or torch.float32)
+    compressor = _expect_compressed(model, quantization) if quantization is not None else None
+    _fill(model, path, dtype)
+    if compressor is not None:
+        compressor.decompress_model(model)
+        for module in model.modules():
+            QuantizationMetadata.clear_quantization(module)
+        model.to(dtype or config.dtype)
+    for block in find_expert_blocks(model):
+        mask_router(block)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    modify_save_pretrained(model)
+    record = PruningRecord(manifest.layout, manifest.intermediate_size, manifest.block_size, manifest.provenance)
+    save_with_manifest(model, record)
+    return model.eval()
+
+
+def _read_config(path: Path, manifest: Manifest) -> tuple[PretrainedConfig, dict[str, Any] | None]:
+    """The model's config as it was before pruning, and its quantization where it has one."""
+    config = AutoConfig.from_pretrained(path)
+    quantization = dict(config.quantization_config)
+    del config.quantization_config
+    text_config = config.get_text_config()
+    setattr(text_config, next(key for key in WIDTH_KEYS if hasattr(text_config, key)), manifest.intermediate_size)
+    config._name_or_path = str(path)
+    quantization.pop(CONFIG_KEY)
+    return config, quantization if quantization["config_groups"] else None
+
+
+def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, its experts linear and at the widths of the manifest."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, module in get_non_linearized_moes(model):
+            linear_experts = LinearExperts2D.get_linear_experts_cls(type(module))
+            model.set_submodule(name, linear_experts(getattr(module, "config", config)))
+        blocks = find_expert_blocks(model)
+        if (names := [block.name for block in blocks]) != list(manifest.widths):
+            raise CoverageError(
+                f"the manifest names the expert blocks {list(manifest.widths)}, {config.model_type} has {names}"
+            )
+        for block in blocks:
+            widths = manifest.widths[block.name]
+            if len(widths) != block.num_experts:
+                raise CoverageError(
+                    f"{block.name} has {block.num_experts} experts, its manifest lists {len(widths)} widths"
+                )
+            prune_block(block, [torch.arange(width) for width in widths])
+    model.config._name_or_path = config._name_or_path
+    return model
+
+
+def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> ModelCompressor:
+    known = {key: value for key, value in quantization.items() if key in QuantizationConfig.model_fields}
+    quantization_config = QuantizationConfig.model_validate(known)
+    compressor = ModelCompressor(quantization_config=quantization_config)
+    apply_quantization_config(model, quantization_config)
+    compressor.compress_model(model)
+    return compressor
+
+
+def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None:
+    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to; none may be left on either side."""
+    expected = _names_on_disk(model)
+    seen: set[str] = set()
+    for file in tqdm(_shards(path), desc="Loading", disable=None):
+        state: dict[str, torch.Tensor] = {}
+        with safe_open(file, "pt") as shard:
+            for disk_name in shard.keys():
+                if disk_name not in expected:
+                    raise CoverageError(
+                        f"{file.name} holds {disk_name}, which the model described by its manifest does not have"
+                    )
+                name, shape = expected[disk_name]
+                tensor = shard.get_tensor(disk_name)
+                if tensor.shape != shape:
+                    raise CoverageError(f"{disk_name} has shape {list(tensor.shape)}, the manifest says {list(shape)}")
+                state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                seen.add(disk_name)
+        model.load_state_dict(state, strict=False, assign=True)
+    if missing := sorted(expected.keys() - seen):
+        raise CoverageError(
+            f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}: it was not written completely"
+        )
+    model.tie_weights()
+    assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter was left without a value"
+
+
+def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Size]]:
+    """For every tensor name in the files: the name in the model, and the shape. Tied copies are not in the files."""
+    tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    name_of = {id(tensor): name for name, tensor in state.items()}
+    on_disk = revert_weight_conversion(model, dict(state))
+    merged = [disk_name for disk_name, tensor in on_disk.items() if id(tensor) not in name_of]
+    if merged:
+        raise CoverageError(
+            f"{type(model).__name__} stores {merged[0]} merged from several tensors: this family cannot be loaded"
+        )
+    return {disk_name: (name_of[id(tensor)], tensor.shape) for disk_name, tensor in on_disk.items()}
+
+
+def _shards(path: Path) -> list[Path]:
+    if (path / INDEX_NAME).is_file():
+        files = set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values())
+        return [path / name for name in sorted(files)]
+    return [path / SINGLE_NAME]
