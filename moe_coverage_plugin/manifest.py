@@ -28,8 +28,8 @@ class Manifest:
     """Widths of all experts of a checkpoint and where they came from.
 
     Attributes:
-        layout: ``ragged`` (every expert at its own width), ``padded`` (zero-padded to one width for the whole model) or
-            ``uniform`` (pruned to one width for the whole model). Stock engines load the latter two.
+        layout: ``ragged`` (every expert at its own width), ``padded`` (zero-padded to one width for the whole model)
+            or ``uniform`` (pruned to one width for the whole model). Stock engines load the latter two.
         intermediate_size: channels of an expert before pruning.
         widths: for the module path of every layer's experts (``model.layers.0.mlp.experts``), the channels stored for
             each expert, in expert order. 0: the expert was removed, has no tensors, and the router must never pick it.
@@ -82,8 +82,8 @@ class Manifest:
     def declared_width(self) -> int:
         """The expert width to write where stock engines look for it.
 
-        They must load the ``padded`` and ``uniform`` layouts and stop at a ``ragged`` one. Engines narrow a buffer to a
-        smaller tensor silently but refuse a larger one, so the value must be smaller than at least one stored width.
+        They must load the ``padded`` and ``uniform`` layouts and stop at a ``ragged`` one. Engines narrow a buffer to
+        a smaller tensor silently but refuse a larger one, so the value must be smaller than at least one stored width.
         """
         stored = [width for width in self.distinct_widths if width > 0]
         if self.layout != "ragged" or (len(stored) == 1 and not self.dead_experts):

@@ -16,6 +16,7 @@ def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not is_distributed():
         return tensors
     group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank takes part in the default group"
     try:
         for tensor in tensors.values():
             assert tensor.device == torch.device("cpu"), "ranks exchange statistics over gloo"

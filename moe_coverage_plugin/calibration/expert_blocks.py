@@ -68,8 +68,8 @@ def find_expert_blocks(model: PreTrainedModel, ignore: Sequence[str] = ()) -> li
 
     Args:
         model: with linearized experts, as ``oneshot`` prepares it.
-        ignore: names, classes or ``re:`` patterns of experts modules (``model.layers.0.mlp.experts``), or of modules that
-            contain them (``model.layers.0``).
+        ignore: names, classes or ``re:`` patterns of experts modules (``model.layers.0.mlp.experts``), or of modules
+            that contain them (``model.layers.0``).
 
     Raises:
         CoverageError: no experts, experts of an unsupported kind, or an ignore entry that matches no expert block.
@@ -77,8 +77,8 @@ def find_expert_blocks(model: PreTrainedModel, ignore: Sequence[str] = ()) -> li
     names = [name for name, module in model.named_modules() if isinstance(module, LinearExperts2D)]
     if not names:
         raise CoverageError(
-            f"{type(model).__name__} has no mixture-of-experts layer in linear form: expert channels can be pruned only "
-            "in a mixture-of-experts model that llm-compressor linearizes"
+            f"{type(model).__name__} has no mixture-of-experts layer in linear form: expert channels can be pruned "
+            "only in a mixture-of-experts model that llm-compressor linearizes"
         )
     ignored = _ignored(model, names, ignore)
     blocks = [_block(model, name) for name in names if name not in ignored]
@@ -109,8 +109,8 @@ def _block(model: PreTrainedModel, name: str) -> ExpertBlock:
     )
     if router is None or isinstance(experts, Llama4LinearExperts):
         raise CoverageError(
-            f"{name} ({type(experts).__name__} in {type(parent).__name__}) hands its experts no top-k routing from a router "
-            f"beside them ({' or '.join(ROUTER_NAMES)}): this family is not supported"
+            f"{name} ({type(experts).__name__} in {type(parent).__name__}) hands its experts no top-k routing from a "
+            f"router beside them ({' or '.join(ROUTER_NAMES)}): this family is not supported"
         )
     return ExpertBlock(name, parent, experts, router, _top_k(model, router))
 
@@ -131,8 +131,9 @@ def uniform_shape(blocks: Sequence[ExpertBlock]) -> tuple[int, int]:
     shapes = {(block.num_experts, *sorted(set(block.widths))) for block in blocks}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 2:
         raise CoverageError(
-            "expert blocks differ in their numbers of experts or channels: scores of a model that was pruned before, or "
-            "of layers of several shapes, cannot be compared; prune the original model, or list the odd layers in ignore"
+            "expert blocks differ in their numbers of experts or channels: scores of a model that was pruned before, "
+            "or of layers of several shapes, cannot be compared; prune the original model, or list the odd layers in "
+            "ignore"
         )
     return shape[0], shape[1]
 
@@ -143,7 +144,7 @@ def correction_biases(block: ExpertBlock) -> list[torch.Tensor]:
     return [tensor for name, tensor in tensors if name.endswith("e_score_correction_bias")]
 
 
-def linears_that_must_stay(model: PreTrainedModel, blocks: Sequence[ExpertBlock]) -> dict[Module, str]:
+def linears_that_must_stay(blocks: Sequence[ExpertBlock]) -> dict[Module, str]:
     """Modules that no quantizer may touch: routers and the gates of shared experts, with their names."""
     forbidden: dict[Module, str] = {}
     for block in blocks:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, uniform_shape
+from moe_coverage_plugin.calibration.expert_blocks import PROJECTIONS, ExpertBlock, uniform_shape
 from moe_coverage_plugin.calibration.scores import AttributionScores
 from moe_coverage_plugin.core.ragged import ExpertWeights
 from moe_coverage_plugin.core.statistics import (
@@ -28,7 +28,7 @@ from moe_coverage_plugin.manifest import CoverageError
 class BlockObserver:
     """Running sums of one block: tokens and routing weights, squares of channels, contributions of experts.
 
-    The hooks run in this order within a batch: :meth:`on_routing` before the experts, :meth:`on_expert` for each of them,
+    Within a batch the hooks run in this order: :meth:`on_routing` before the experts, :meth:`on_expert` for each,
     :meth:`on_output` when the block's output is known. An expert sees its tokens ordered by slot of the top-k first.
     """
 
@@ -41,7 +41,7 @@ class BlockObserver:
             real_tokens: for the batch in flight and its number of tokens, the mask of those that are no padding.
         """
         self.block = block
-        self.metric = metric
+        self.metric: ChannelMetric = metric
         self.ema = ema
         self.real_tokens = real_tokens
         self.sums: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ class BlockObserver:
         x_TH = x_TH.reshape(-1, x_TH.shape[-1])
         self._routing = x_TH, topk_ids_TK, topk_weights_TK
         experts, channels = uniform_shape([self.block])
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "tokens_E": (experts,),
             "gate_sum_E": (experts,),
             "first_order_E": (experts,),
@@ -121,8 +121,9 @@ class BlockObserver:
             if name in self.sums and not bool(torch.isfinite(self.sums[name]).all()):
                 bad_E = ~torch.isfinite(self.sums[name]).reshape(self.block.num_experts, -1).all(-1)
                 raise CoverageError(
-                    f"{self.block.name} expert {int(bad_E.nonzero()[0])} has NaN or infinite activations on the calibration "
-                    "set: check its weights, and calibrate in a dtype with enough range (bfloat16 rather than float16)"
+                    f"{self.block.name} expert {int(bad_E.nonzero()[0])} has NaN or infinite activations on the "
+                    "calibration set: check its weights, and calibrate in a dtype with enough range (bfloat16 rather "
+                    "than float16)"
                 )
 
     def channel_scores(self, sums: dict[str, Tensor]) -> Tensor:
@@ -163,14 +164,13 @@ def gather_scores(observers: Sequence[BlockObserver], layer_loss_L: Tensor | Non
 
 def expert_weights(mlp: ExpertMLP) -> ExpertWeights:
     """Copies of an expert's weights and biases, on the CPU where they are offloaded."""
-    parts: list[Tensor | None] = []
-    for attribute in ("weight", "bias"):
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(mlp, name)
-            with align_module_device(linear):
-                value = getattr(linear, attribute)
-                parts.append(None if value is None else value.detach().clone())
-    return ExpertWeights(*parts)
+    linears = [getattr(mlp, name) for name in PROJECTIONS]
+    weights, biases = [], []
+    for linear in linears:
+        with align_module_device(linear):
+            weights.append(linear.weight.detach().clone())
+            biases.append(None if linear.bias is None else linear.bias.detach().clone())
+    return ExpertWeights(*weights, *biases)
 
 
 def _like(flags_E: Tensor, tensor: Tensor) -> Tensor:

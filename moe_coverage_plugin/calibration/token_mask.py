@@ -16,8 +16,8 @@ from moe_coverage_plugin.manifest import CoverageError
 class TokenMask:
     """Finds the padding of the batch in flight by its token ids.
 
-    A pipeline may run the layers one after another over all batches, in an order of its own and from cached activations,
-    so the mask is looked up once, where the ids enter the model, and remembered under the batch's number.
+    A pipeline may run the layers one after another over all batches, in an order of its own and from cached
+    activations, so the mask is looked up once, where the ids enter the model, and remembered under the batch's number.
     """
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):

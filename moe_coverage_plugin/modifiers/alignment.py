@@ -37,7 +37,7 @@ class AlignmentModifier(PlanModifier):
     min_width: int = 128
     rule: RemainderRule = "l-r-c"
 
-    _coverage: CoverageModifier | None = PrivateAttr(default=None)
+    _coverage: CoverageModifier = PrivateAttr()
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
@@ -52,12 +52,11 @@ class AlignmentModifier(PlanModifier):
         return True
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        assert self._coverage is not None
         plan = self._coverage.plan
         aligned = align_widths(plan.widths_LE, plan.scores.channels_LEI, self.block_size, self.min_width, self.rule)
         notes = plan.notes | {"unspent_channels": aligned.unspent, "dropped_by_min_width": len(aligned.dropped)}
         self._plan = WidthPlan(plan.scores, aligned.widths_LE, self.block_size, notes)
         logger.info(
-            f"Alignment to blocks of {self.block_size}: {len(aligned.dropped)} experts below {self.min_width} channels dropped, "
-            f"{aligned.unspent} channels of the budget not spent"
+            f"Alignment to blocks of {self.block_size}: {len(aligned.dropped)} experts below {self.min_width} "
+            f"channels dropped, {aligned.unspent} channels of the budget not spent"
         )

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from compressed_tensors.distributed import is_distributed
 from compressed_tensors.quantization.utils import is_module_quantized
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
@@ -32,10 +33,10 @@ class AttributionModifier(Modifier):
     ``layer_batches`` batches for every layer besides.
 
     Args:
-        channel_metric: ``activation`` (L2 norm of the channel over the expert's tokens, the paper's default), ``weight``
-            (L2 norms of its weights) or ``weight_activation`` (weights times input norms).
-        expert_importance: ``first_order`` (the paper's attribution) or ``second_order`` (the exact loss of removing the
-            expert); both in closed form, at no extra cost.
+        channel_metric: ``activation`` (L2 norm of the channel over the expert's tokens, the paper's default),
+            ``weight`` (L2 norms of its weights) or ``weight_activation`` (weights times input norms).
+        expert_importance: ``first_order`` (the paper's attribution) or ``second_order`` (the exact loss of removing
+            the expert); both in closed form, at no extra cost.
         layer_noise: how far a layer's output fades when its importance is measured, in (0, 1]; 1 removes it. ``None``:
             not measured.
         layer_batches: how many calibration batches measure the layers.
@@ -102,6 +103,10 @@ class AttributionModifier(Modifier):
             raise CoverageError(f"layer_batches is {self.layer_batches}, at least 1 batch must measure the layers")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise CoverageError(f"ema is {self.ema}, a decay lies above 0 and below 1; None sums plainly")
+        if self.ema is not None and is_distributed():
+            raise CoverageError(
+                f"ema={self.ema} averages over the order of batches, which ranks do not share: leave it None"
+            )
 
     def _refuse_quantized(self) -> None:
         before, _ = recipe_around(self)
@@ -125,6 +130,7 @@ class AttributionModifier(Modifier):
         # an earlier modifier may have removed whole experts since the recipe initialized
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
+        assert state.data.calib is not None
         batches = list(state.data.calib)
         if self.layer_noise is not None:
             chosen = batches[: self.layer_batches]
@@ -134,22 +140,28 @@ class AttributionModifier(Modifier):
     def _register_observers(self, state: State, token_mask: TokenMask) -> None:
         session_state = active_session().state
 
+        def register(target: Any, hook: Any, kind: str) -> None:
+            # the toolkit's signature says that hooks take one argument
+            self.register_hook(target, hook, kind)
+
         def on_embedding(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
             token_mask.on_embedding(session_state.current_batch_idx, module, args)
 
         def real_tokens(tokens: int) -> Tensor | None:
             return token_mask.of(session_state.current_batch_idx, tokens)
 
-        self.register_hook(state.model.get_input_embeddings(), on_embedding, "forward_pre")
+        register(state.model.get_input_embeddings(), on_embedding, "forward_pre")
         for block in self._blocks:
             observer = BlockObserver(block, self.channel_metric, self.ema, real_tokens)
             self._observers.append(observer)
-            self.register_hook(block.experts, observer.on_routing, "forward_pre")
+            register(block.experts, observer.on_routing, "forward_pre")
             for index, mlp in enumerate(block.mlps):
-                self.register_hook(mlp.down_proj, partial(observer.on_expert, index), "forward")
-            self.register_hook(block.moe, observer.on_output, "forward")
+                register(mlp.down_proj, partial(observer.on_expert, index), "forward")
+            register(block.moe, observer.on_output, "forward")
 
-    def on_sequential_epoch_end(self, state: State, event: Event, **kwargs: Any) -> None:
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: list[torch.nn.Module], **kwargs: Any
+    ) -> None:
         for observer in self._observers:
             observer.check_finite()
 

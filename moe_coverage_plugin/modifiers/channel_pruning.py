@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
+from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from loguru import logger
 from pydantic import PrivateAttr
@@ -39,10 +39,11 @@ class ChannelPruningModifier(Modifier):
     ``model.save_pretrained`` and ``oneshot(output_dir=...)`` then write a checkpoint with the widths in its config.
 
     Args:
-        layout: ``ragged`` stores every expert at its own width. ``padded`` appends zero channels up to the widest expert,
-            so that stock engines load it, at no saving. ``uniform`` gives all experts the average width and their best
-            channels: stock engines load it and save memory. A stock router cannot be masked, so the latter two remove no
-            expert whole.
+        layout: ``ragged`` stores every expert at its own width. ``padded`` appends zero channels up to the widest
+            expert, so that stock engines load it, at no saving. ``uniform`` gives all experts the average width and
+            their best
+            channels: stock engines load it and save memory. A stock router cannot be masked, so the latter two remove
+            no expert whole.
 
     Example recipe::
 
@@ -52,8 +53,8 @@ class ChannelPruningModifier(Modifier):
 
     layout: Layout = "ragged"
 
-    _coverage: CoverageModifier | None = PrivateAttr(default=None)
-    _planner: PlanModifier | None = PrivateAttr(default=None)
+    _coverage: CoverageModifier = PrivateAttr()
+    _planner: PlanModifier = PrivateAttr()
     _recipe: list[dict[str, Any]] = PrivateAttr(default_factory=list)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -70,7 +71,6 @@ class ChannelPruningModifier(Modifier):
         return True
 
     def _check_output(self, model: PreTrainedModel, quantized: bool) -> None:
-        assert self._coverage is not None
         run = running_oneshot()
         if run is None or run.output_dir is None:
             return
@@ -81,7 +81,6 @@ class ChannelPruningModifier(Modifier):
         check_output(Path(run.output_dir), needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        assert self._planner is not None and self._coverage is not None
         plan = self._planner.plan
         blocks = self._coverage.attribution.blocks
         widths_LE = self._stored_widths(plan)
@@ -96,7 +95,7 @@ class ChannelPruningModifier(Modifier):
         record = PruningRecord(
             layout=self.layout,
             intermediate_size=plan.scores.channels_LEI.shape[-1],
-            block_size=plan.block_size if padded_width is None else 1,
+            block_size=plan.block_size,
             provenance=self._provenance(state),
             report=_report(plan, widths_LE),
             companions=_tokenizer_of_run(),
@@ -104,8 +103,9 @@ class ChannelPruningModifier(Modifier):
         save_with_manifest(state.model, record)
         removed = int((widths_LE == 0).sum())
         logger.info(
-            f"Pruned {plan.scores.channels_LEI.numel() - int(widths_LE.sum())} of {plan.scores.channels_LEI.numel()} expert "
-            f"channels and {removed} whole experts: {before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
+            f"Pruned {plan.scores.channels_LEI.numel() - int(widths_LE.sum())} of {plan.scores.channels_LEI.numel()} "
+            f"expert channels and {removed} whole experts: {before / 2**20:.1f} MiB of weights became "
+            f"{model_bytes(state.model) / 2**20:.1f}"
         )
 
     def _stored_widths(self, plan: WidthPlan) -> Tensor:
@@ -123,18 +123,20 @@ class ChannelPruningModifier(Modifier):
         width = average - average % plan.block_size
         if width == 0:
             raise CoverageError(
-                f"layout='uniform' would give every expert {average} channels, less than one block of {plan.block_size}: lower "
-                "sparsity or block_size"
+                f"layout='uniform' would give every expert {average} channels, less than one block of "
+                f"{plan.block_size}: lower sparsity or block_size"
             )
         return torch.full_like(plan.widths_LE, width)
 
     def _provenance(self, state: State) -> dict[str, Any]:
+        batches = state.data.calib
+        assert batches is not None, "AttributionModifier refuses an absent calibration set"
         packages = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
         return {
             "model": state.model.config._name_or_path,
             "recipe": self._recipe,
-            "calibration_sha256": data_hash(state.data.calib),
-            "calibration_batches": len(state.data.calib),
+            "calibration_sha256": data_hash(batches),
+            "calibration_batches": len(batches),
             "torch_seed": torch.initial_seed(),
             "versions": {package: version(package) for package in packages},
         }
@@ -165,8 +167,8 @@ def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
     needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
     if bool((live_G < needed).any()):
         raise CoverageError(
-            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: lower sparsity "
-            "or min_width"
+            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
+            "lower sparsity or min_width"
         )
 
 
@@ -182,7 +184,7 @@ def block_linears(block: ExpertBlock) -> list[Linear]:
 
 def _tokenizer_of_run() -> Callable[[Path], None] | None:
     run = running_oneshot()
-    processor = run.processor if run is not None else None
+    processor: Any = run.processor if run is not None else None
     return None if processor is None else lambda directory: processor.save_pretrained(directory)
 
 

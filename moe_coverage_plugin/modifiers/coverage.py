@@ -32,11 +32,12 @@ class CoverageModifier(PlanModifier):
         sparsity: fraction of the observed experts' channels to remove, in [0, 1); layers in ``ignore`` do not count.
         inter_layer: budgets of layers. ``coverage``, ``uniform``, ``u_shaped`` (more at both ends) or ``loss`` (in
             proportion to the layer's importance).
-        intra_layer: widths within a layer. ``coverage``, ``uniform``, ``loss``, ``usage``, ``router_weight`` (in proportion
-            to the prior of that name) or ``topk_channel`` (the layer's best channels, whoever's they are).
+        intra_layer: widths within a layer. ``coverage``, ``uniform``, ``loss``, ``usage``, ``router_weight`` (in
+            proportion to the prior of that name) or ``topk_channel`` (the layer's best channels, whoever's they are).
         layer_prior: importance in the coverage of layers: the ``loss`` measured by AttributionModifier, or none.
-        expert_prior: importance in the coverage of experts: ``attribution`` (AttributionModifier's ``expert_importance``),
-            ``loss`` (exact loss of removing the expert), ``usage`` (routed tokens), ``router_weight``, or ``uniform``.
+        expert_prior: importance in the coverage of experts: ``attribution`` (AttributionModifier's
+            ``expert_importance``), ``loss`` (exact loss of removing the expert), ``usage`` (routed tokens),
+            ``router_weight``, or ``uniform``.
         smoothing: applied to loss and attribution before use (paper, appendix C.3.3).
 
     Example recipe::
@@ -52,12 +53,11 @@ class CoverageModifier(PlanModifier):
     expert_prior: ExpertPrior = "attribution"
     smoothing: Smoothing = "sqrt"
 
-    _attribution: AttributionModifier | None = PrivateAttr(default=None)
+    _attribution: AttributionModifier = PrivateAttr()
 
     @property
     def attribution(self) -> AttributionModifier:
         """The modifier that observes for this one, known once the recipe initialized."""
-        assert self._attribution is not None, "the recipe has not initialized"
         return self._attribution
 
     @property
@@ -74,7 +74,8 @@ class CoverageModifier(PlanModifier):
             )
         if self.uses_layer_loss and self.attribution.layer_noise is None:
             raise CoverageError(
-                f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves unmeasured: set "
+                f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves "
+                "unmeasured: set "
                 'AttributionModifier.layer_noise, or layer_prior="uniform"'
             )
         self.require_channels(min_width=1)
@@ -91,8 +92,9 @@ class CoverageModifier(PlanModifier):
         needed = sum(block.top_k for block in blocks) * min_width
         if (budget := channel_budget(total, self.sparsity)) < needed:
             raise CoverageError(
-                f"sparsity={self.sparsity} leaves {budget} of {total} expert channels, but {len(blocks)} layers that route every "
-                f"token to {blocks[0].top_k} experts need at least {needed}: lower it to {1 - needed / total:.3f} or less"
+                f"sparsity={self.sparsity} leaves {budget} of {total} expert channels, but {len(blocks)} layers that "
+                f"route every token to {blocks[0].top_k} experts need at least {needed}: lower it to "
+                f"{1 - needed / total:.3f} or less"
             )
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:

@@ -17,8 +17,8 @@ M = TypeVar("M", bound=Modifier)
 def running_oneshot() -> Oneshot | None:
     """The ``oneshot`` call in progress, ``None`` where a session is driven by hand.
 
-    A session is told neither the output directory nor the pipeline nor the tokenizer, and mistakes in them must be found
-    before calibration. Read off the call stack, because that changes nothing in the toolkit.
+    A session is told neither the output directory nor the pipeline nor the tokenizer, and mistakes in them must be
+    found before calibration. Read off the call stack, because that changes nothing in the toolkit.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -34,7 +34,8 @@ def is_ours(modifier: Modifier) -> bool:
 
 
 def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
-    """The recipe's modifiers before and after ``modifier``. Only while a recipe initializes: later, passes hide others."""
+    """The recipe's modifiers before and after ``modifier``. Only while a recipe initializes: later, passes hide "
+    "others."""
     modifiers = active_session().lifecycle.recipe.modifiers
     index = next(i for i, other in enumerate(modifiers) if other is modifier)
     return modifiers[:index], modifiers[index + 1 :]
@@ -53,8 +54,8 @@ def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
     wanted = " or ".join(kind.__name__ for kind in kinds)
     where = "comes after it" if any(isinstance(other, kinds) for other in after) else "is missing"
     raise CoverageError(
-        f"{type(modifier).__name__} needs {wanted} before it in the recipe, which {where}: the order is AttributionModifier, "
-        "CoverageModifier, AlignmentModifier (optional), ChannelPruningModifier, then quantizers"
+        f"{type(modifier).__name__} needs {wanted} before it in the recipe, which {where}: the order is "
+        "AttributionModifier, CoverageModifier, AlignmentModifier (optional), ChannelPruningModifier, then quantizers"
     )
 
 
@@ -79,7 +80,8 @@ def refuse_shared_pass(modifier: Modifier) -> None:
     strangers = [type(other).__name__ for other in modifiers if not is_ours(other)]
     if strangers:
         raise CoverageError(
-            f"{type(modifier).__name__} shares one calibration pass with {', '.join(strangers)}, which would be calibrated on "
+            f"{type(modifier).__name__} shares one calibration pass with {', '.join(strangers)}, which would be "
+            "calibrated on "
             'experts of the old width: give every modifier its own with pipeline="independent", the default of oneshot'
         )
 

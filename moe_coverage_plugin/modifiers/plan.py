@@ -33,7 +33,8 @@ class WidthPlan:
         for name, live, top_k in zip(self.scores.names, live_L.tolist(), self.scores.top_k, strict=True):
             if live < top_k:
                 raise CoverageError(
-                    f"{name} would keep {live} experts but its router picks {top_k} for every token: lower sparsity or min_width"
+                    f"{name} would keep {live} experts but its router picks {top_k} for every token: lower sparsity "
+                    "or min_width"
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_named_modules
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
@@ -25,18 +25,19 @@ def check_quantizers(
         block_size: channels that every width will be a multiple of.
 
     Raises:
-        CoverageError: a router or the gate of shared experts is quantized; a layer's experts are not all quantized by one
-            scheme; or a group of weights would not fit the widths.
+        CoverageError: a router or the gate of shared experts is quantized; a layer's experts are not all quantized by
+            one scheme; or a group of weights would not fit the widths.
     """
-    forbidden = linears_that_must_stay(model, blocks)
+    forbidden = linears_that_must_stay(blocks)
     for modifier in modifiers:
         if not isinstance(modifier, QuantizationMixin):
             continue
         name = type(modifier).__name__
         scheme_of = _schemes(model, modifier)
         if touched := next((forbidden[module] for module in scheme_of if module in forbidden), None):
+            pattern = f"re:.*{touched.rpartition('.')[2]}$"
             raise CoverageError(
-                f'{name} would quantize {touched}, which decides routing: add "re:.*{touched.rpartition(".")[2]}$" to ignore'
+                f'{name} would quantize {touched}, which decides routing: add "{pattern}" to its ignore'
             )
         for block in blocks:
             _check_block(name, block, scheme_of, block_size)
@@ -58,20 +59,19 @@ def _check_block(name: str, block: ExpertBlock, scheme_of: dict[Module, Quantiza
     if len(found) > 1:
         quantized = sum(linear in scheme_of for linear in linears)
         raise CoverageError(
-            f"{name} quantizes {quantized} of {len(linears)} expert projections of {block.name}, or by several schemes: engines "
-            "need one scheme for all experts of a layer, so let targets and ignore match all of them or none"
+            f"{name} quantizes {quantized} of {len(linears)} expert projections of {block.name}, or by several "
+            "schemes: engines need one scheme for all experts of a layer, so let targets and ignore match all of them "
+            "or none"
         )
     scheme = next(iter(found.values()))
-    weights = scheme.weights if scheme is not None else None
-    if weights is None or weights.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
+    group_size = scheme.weights.group_size if scheme is not None and scheme.weights is not None else None
+    if group_size is None or group_size <= 0:  # not in groups, or one for the whole row
         return
     hidden_size = linears[0].in_features
-    if hidden_size % weights.group_size:
+    if hidden_size % group_size:
+        raise CoverageError(f"{name} has group_size {group_size}, which does not divide the hidden size {hidden_size}")
+    if block_size % group_size:
         raise CoverageError(
-            f"{name} has group_size {weights.group_size}, which does not divide the hidden size {hidden_size}"
-        )
-    if block_size % weights.group_size:
-        raise CoverageError(
-            f"{name} has group_size {weights.group_size} but widths will be multiples of {block_size}: add "
-            f"AlignmentModifier(block_size=...) with a multiple of {weights.group_size} before ChannelPruningModifier"
+            f"{name} has group_size {group_size} but widths will be multiples of {block_size}: add "
+            f"AlignmentModifier(block_size=...) with a multiple of {group_size} before ChannelPruningModifier"
         )

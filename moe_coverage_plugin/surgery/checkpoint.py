@@ -52,8 +52,8 @@ def describe(model: PreTrainedModel, record: PruningRecord) -> Manifest:
 def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     """Make ``model.save_pretrained`` write pruned checkpoints.
 
-    Wraps the toolkit's own method, which must be in place. The directory appears under its name only when everything is
-    in it: files are written into a hidden sibling, which is then renamed.
+    Wraps the toolkit's own method, which must be in place. The directory appears under its name only when everything
+    is in it: files are written into a hidden sibling, which is then renamed.
     """
     toolkit_save = model.save_pretrained
     assert getattr(toolkit_save, "_overridden", False), "oneshot replaces save_pretrained before modifiers run"
@@ -113,7 +113,8 @@ def check_output(target: Path, needed_bytes: int = 0) -> None:
         raise CoverageError(f"output {target} cannot be created: {parent} is not writable, choose another directory")
     if (free := shutil.disk_usage(parent).free) < needed_bytes:
         raise CoverageError(
-            f"output {target} needs about {needed_bytes / 2**30:.1f} GiB, its disk has {free / 2**30:.1f} GiB free: make room"
+            f"output {target} needs about {needed_bytes / 2**30:.1f} GiB, its disk has {free / 2**30:.1f} GiB free: "
+            "make room"
         )
 
 

@@ -59,7 +59,7 @@ def prune_expert(mlp: ExpertMLP, kept_N: Tensor, width: int) -> None:
             _set_parameter(linear, "bias", _select(linear.bias, kept_N, 0, width))
         linear.out_features, linear.in_features = linear.weight.shape
         _renew_quantization(linear)
-    mlp.intermediate_size = width
+    mlp.intermediate_size = width  # pyright: ignore[reportArgumentType] - a plain attribute of its subclasses
 
 
 def _select(tensor: Tensor, kept_N: Tensor, dim: int, width: int) -> Tensor:

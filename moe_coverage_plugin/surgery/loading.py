@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -32,8 +32,8 @@ SINGLE_NAME = "model.safetensors"
 def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Open a pruned checkpoint as a transformers model on the CPU whose experts have their own widths.
 
-    4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout again)
-    and passed to ``oneshot`` to be quantized.
+    4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout
+    again) and passed to ``oneshot`` to be quantized.
 
     Args:
         path: checkpoint directory, one file or sharded.
@@ -48,14 +48,16 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             f"{path} is no pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
         )
     config, quantization = _read_config(path, manifest)
-    model = _skeleton(config, manifest, dtype or config.dtype or torch.float32)
+    stored_dtype = config.dtype
+    assert isinstance(stored_dtype, torch.dtype), "AutoConfig resolves the dtype's name"
+    model = _skeleton(config, manifest, dtype or stored_dtype)
     compressor = _expect_compressed(model, quantization) if quantization is not None else None
     _fill(model, path, dtype)
     if compressor is not None:
         compressor.decompress_model(model)
         for module in model.modules():
             QuantizationMetadata.clear_quantization(module)
-        model.to(dtype or config.dtype)
+        torch.nn.Module.to(model, dtype=dtype or stored_dtype)
     for block in find_expert_blocks(model):
         mask_router(block)
     if (path / "generation_config.json").is_file():
@@ -69,8 +71,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
 def _read_config(path: Path, manifest: Manifest) -> tuple[PretrainedConfig, dict[str, Any] | None]:
     """The model's config as it was before pruning, and its quantization where it has one."""
     config = AutoConfig.from_pretrained(path)
-    quantization = dict(config.quantization_config)
-    del config.quantization_config
+    quantization = dict(config.__dict__.pop("quantization_config"))
     text_config = config.get_text_config()
     setattr(text_config, next(key for key in WIDTH_KEYS if hasattr(text_config, key)), manifest.intermediate_size)
     config._name_or_path = str(path)
@@ -83,7 +84,7 @@ def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, module in get_non_linearized_moes(model):
-            linear_experts = LinearExperts2D.get_linear_experts_cls(type(module))
+            linear_experts = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
             model.set_submodule(name, linear_experts(getattr(module, "config", config)))
         blocks = find_expert_blocks(model)
         if (names := [block.name for block in blocks]) != list(manifest.widths):
@@ -111,13 +112,14 @@ def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> 
 
 
 def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None:
-    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to; none may be left on either side."""
+    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to; none may be left on either "
+    "side."""
     expected = _names_on_disk(model)
     seen: set[str] = set()
     for file in tqdm(_shards(path), desc="Loading", disable=None):
         state: dict[str, torch.Tensor] = {}
         with safe_open(file, "pt") as shard:
-            for disk_name in shard.keys():
+            for disk_name in shard.keys():  # noqa: SIM118 - an open file is no mapping
                 if disk_name not in expected:
                     raise CoverageError(
                         f"{file.name} holds {disk_name}, which the model described by its manifest does not have"

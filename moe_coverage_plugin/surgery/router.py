@@ -27,8 +27,8 @@ class _MaskLogits(TorchFunctionMode):
             return out
         if out.shape[-1] != self.removed_E.numel():
             raise CoverageError(
-                f"a router has {out.shape[-1]} outputs but {self.removed_E.numel()} experts were counted when channels were "
-                "pruned: remove whole experts (REAP) before pruning channels, not after"
+                f"a router has {out.shape[-1]} outputs but {self.removed_E.numel()} experts were counted when "
+                "channels were pruned: remove whole experts (REAP) before pruning channels, not after"
             )
         return out.masked_fill(self.removed_E.to(out.device), float("-inf"))
 
