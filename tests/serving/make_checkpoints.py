@@ -8,7 +8,6 @@ Runs in the compressing environment; the serving tests run in another, without t
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from safetensors.torch import save_file
 
 from moe_coverage_plugin import load, recipe_path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import VOCAB, save_model, token_batches
 
 PROMPT_TOKENS = 64

@@ -1,0 +1,104 @@
+"""Alignment of expert widths to blocks (AAR, paper appendix): kernels and quantization groups want multiples."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.core.checks import require_non_negative
+from moe_coverage_plugin.core.ragged import prefix_scores
+from moe_coverage_plugin.manifest import CoverageError
+
+RemainderRule = Literal["l-r-c", "l-r-s"]
+
+
+class Alignment(NamedTuple):
+    """Aligned widths and what aligning cost.
+
+    Attributes:
+        widths_LE: int64, multiples of the block size.
+        unspent: channels of the budget that no block could use, over all layers.
+        dropped: ``(layer, expert)`` of every expert that had channels before and has none now.
+    """
+
+    widths_LE: Tensor
+    unspent: int
+    dropped: list[tuple[int, int]]
+
+
+def align_widths(
+    widths_LE: Tensor, scores_LEI: Tensor, block_size: int, min_width: int, rule: RemainderRule
+) -> Alignment:
+    """Drop small experts, floor the others to blocks, and hand the freed blocks out by Hamilton's largest remainder.
+
+    In every layer: experts with fewer than ``min_width`` channels are dropped; the others are floored to multiples of
+    ``block_size``; the channels so freed (dropped ones too) make whole blocks, which go one each to the experts with
+    the largest remainders, never to a dropped expert and never above ``I``. Equal remainders are served in the order
+    of the expert.
+
+    Args:
+        widths_LE: integer, ``0 <= width <= I``.
+        scores_LEI: channel scores; only ``l-r-s`` reads their values.
+        block_size: ``a``, a divisor of ``I``; 1 aligns nothing and still drops.
+        min_width: ``m``, at most ``a`` or a multiple of it, so that no survivor ends below it.
+        rule: remainder by channels (``l-r-c``: ``N mod a``) or by score (``l-r-s``: the score of the channels between
+            the floor and ``N``).
+
+    Raises:
+        CoverageError: a block size that does not divide ``I``, a minimum that flooring would undercut, or NaN,
+            infinite or negative scores under ``l-r-s``.
+    """
+    channels = scores_LEI.shape[-1]
+    check_alignment(block_size, min_width, channels)
+    before_LE = widths_LE.detach().to("cpu", torch.int64)
+    assert before_LE.shape == scores_LEI.shape[:-1]
+    assert bool(((before_LE >= 0) & (before_LE <= channels)).all())
+
+    alive_LE = before_LE >= max(min_width, 1)
+    floor_LE = torch.where(alive_LE, before_LE - before_LE % block_size, 0)
+    freed_blocks_L = (before_LE - floor_LE).sum(-1) // block_size
+
+    remainder_LE = _remainders(before_LE, floor_LE, scores_LEI, rule)
+    eligible_LE = alive_LE & (floor_LE + block_size <= channels)
+    by_remainder_LE = remainder_LE.masked_fill(~eligible_LE, -torch.inf).sort(descending=True, stable=True).indices
+    position_LE = by_remainder_LE.argsort()
+    gains_LE = eligible_LE & (position_LE < freed_blocks_L[:, None])
+    aligned_LE = floor_LE + block_size * gains_LE
+
+    dropped = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
+    unspent = int(before_LE.sum() - aligned_LE.sum())
+    return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in dropped])
+
+
+def _remainders(before_LE: Tensor, floor_LE: Tensor, scores_LEI: Tensor, rule: RemainderRule) -> Tensor:
+    if rule == "l-r-c":
+        return (before_LE - floor_LE).double()
+    require_non_negative(scores_LEI, "channel scores", ("layer", "expert"))
+    ends_LE2 = torch.stack([floor_LE, before_LE], dim=-1)
+    # Layer by layer, so that the prefix sums stay in the cache.
+    rows = zip(scores_LEI, ends_LE2, strict=True)
+    return torch.stack(
+        [prefix_scores(scores_EI).gather(-1, ends_E2).diff().squeeze(-1) for scores_EI, ends_E2 in rows]
+    )
+
+
+def check_alignment(block_size: int, min_width: int, channels: int) -> None:
+    """Refuse settings that :func:`align_widths` cannot honour for experts of ``channels`` channels.
+
+    Raises:
+        CoverageError: names the values that would do.
+    """
+    if block_size < 1 or channels % block_size:
+        divisors = [size for size in range(1, channels + 1) if channels % size == 0]
+        raise CoverageError(
+            f"block size {block_size} does not divide the {channels} channels of an expert: choose one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    if min_width < 0 or (min_width > block_size and min_width % block_size):
+        above = min_width + -min_width % block_size
+        raise CoverageError(
+            f"minimum width {min_width} is neither between 0 and the block size {block_size} nor a multiple of it, so "
+            f"aligned experts could end below it: choose {max(above - block_size, 0)} or {max(above, block_size)}"
+        )

@@ -1,0 +1,56 @@
+"""Smoothing of importance before it becomes a prior (paper, appendix C.3.3): a few outliers must not take it all."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, where
+
+from moe_coverage_plugin.core.checks import require_finite
+
+Smoothing = Literal["none", "sqrt", "log", "huber", "clip"]
+
+LOG_SLOPE = 5.0
+OUTLIER_STDS = 0.5
+
+
+def smooth(importance: Tensor, method: Smoothing) -> Tensor:
+    """Compress the range of importance along the last axis (experts of a layer, or layers).
+
+    ``sqrt``: square root. ``log``: ``log(1 + 5 x)`` of ``x`` relative to the mean; without the division the result
+    would depend on the unit of the importance, that is on the number of calibration tokens. ``huber``: unchanged up to
+    ``delta = mean + 0.5 std``, beyond it ``sqrt(2 delta x - delta^2)``, which meets it with equal value and slope.
+    ``clip``: ``min(x, mean + 0.5 std)``. The standard deviation is the population's. Every method is monotone and maps
+    zero to zero; negative input (a signed first-order score can be negative) counts as zero.
+
+    Args:
+        importance: ``[L, E]`` or one row ``[G]``, floating or integer, any device.
+        method: one of ``Smoothing``.
+
+    Returns:
+        float64 of the same shape, on the CPU.
+
+    Raises:
+        CoverageError: an entry is NaN or infinite.
+    """
+    x = importance.detach().to("cpu", torch.float64)
+    require_finite(x, "importances", ("layer", "expert") if x.ndim == 2 else ("entry",))
+    x = x.clamp(min=0)
+    match method:
+        case "none":
+            return x
+        case "sqrt":
+            return x.sqrt()
+        case "log":
+            mean = x.mean(-1, keepdim=True)
+            return torch.log1p(LOG_SLOPE * x / where(mean > 0, mean, 1))
+        case "huber":
+            delta = _outlier_limit(x)
+            return where(x <= delta, x, (2 * delta * x.maximum(delta) - delta.square()).sqrt())
+        case "clip":
+            return x.minimum(_outlier_limit(x))
+
+
+def _outlier_limit(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True) + OUTLIER_STDS * x.std(-1, correction=0, keepdim=True)

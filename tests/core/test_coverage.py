@@ -1,0 +1,207 @@
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks.plan import binary_search_coverage
+from moe_coverage_plugin.core.coverage import count_smallest, coverage_thresholds, plan_coverage, solve_coverage
+from moe_coverage_plugin.core.ragged import sort_descending
+from moe_coverage_plugin.manifest import CoverageError
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_problem(seed: int, groups: int, channels: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scores_GD = torch.randn(groups, channels, dtype=torch.float64, generator=generator).exp()
+    prior_G = torch.rand(groups, dtype=torch.float64, generator=generator) + 0.05
+    return scores_GD, prior_G
+
+
+def exact_coverage(scores: list[list[int]], prior: list[int], budget: int) -> list[int]:
+    """The definition in rational arithmetic, with every tie and special case spelled out."""
+    if not any(prior):
+        prior = [1] * len(prior)
+    entries = []
+    for group, (row, phi) in enumerate(zip(scores, prior, strict=True)):
+        ordered = sorted(row, reverse=True) if any(row) else [1] * len(row)
+        for n in range(1, len(ordered) + 1):
+            threshold = Fraction(sum(ordered[: n - 1]), sum(ordered) * phi) if phi else None
+            entries.append((threshold is None, threshold or 0, n, group))
+    chosen = [group for *_, group in sorted(entries)[:budget]]
+    return [chosen.count(group) for group in range(len(scores))]
+
+
+@given(data=st.data())
+def test_equals_the_definition_in_rational_arithmetic(data: st.DataObject) -> None:
+    groups, channels = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    row = st.lists(st.integers(0, 4), min_size=channels, max_size=channels)
+    scores = data.draw(st.lists(row, min_size=groups, max_size=groups))
+    # Powers of two: the division by phi is then exact in binary, so that ties stay ties.
+    prior = data.draw(st.lists(st.sampled_from([0, 1, 2, 4]), min_size=groups, max_size=groups))
+    budget = data.draw(st.integers(0, groups * channels))
+    counts_G = solve_coverage(torch.tensor(scores, dtype=torch.float64), torch.tensor(prior).double(), budget)
+    assert counts_G.dtype == torch.int64
+    assert counts_G.tolist() == exact_coverage(scores, prior, budget)
+
+
+@given(seed=seeds, groups=st.integers(1, 9), channels=st.integers(1, 40), share=st.floats(0, 1))
+def test_equals_the_papers_search_at_fine_tolerance(seed: int, groups: int, channels: int, share: float) -> None:
+    scores_GD, prior_G = random_problem(seed, groups, channels)
+    # Below one channel per group there is no alpha to find: any positive one gives every group a channel.
+    budget = groups + round(share * groups * (channels - 1))
+    found_G = binary_search_coverage(scores_GD, prior_G, budget, tolerance=0)
+    assert solve_coverage(scores_GD, prior_G, budget).tolist() == found_G.tolist()
+
+
+@given(seed=seeds, groups=st.integers(2, 9), channels=st.integers(1, 20), share=st.floats(0, 1))
+def test_order_of_groups_and_channels_does_not_matter(seed: int, groups: int, channels: int, share: float) -> None:
+    scores_GD, prior_G = random_problem(seed, groups, channels)
+    budget = groups + round(share * groups * (channels - 1))
+    generator = torch.Generator().manual_seed(seed)
+    group_order = torch.randperm(groups, generator=generator)
+    channel_order = torch.randperm(channels, generator=generator)
+    counts_G = solve_coverage(scores_GD, prior_G, budget)
+    shuffled_G = solve_coverage(scores_GD[group_order][:, channel_order], prior_G[group_order], budget)
+    assert shuffled_G.tolist() == counts_G[group_order].tolist()
+
+
+@given(seed=seeds, groups=st.integers(1, 5), channels=st.integers(1, 8))
+def test_one_more_channel_of_budget_adds_one_channel(seed: int, groups: int, channels: int) -> None:
+    scores_GD, prior_G = random_problem(seed, groups, channels)
+    before_G = torch.zeros(groups, dtype=torch.int64)
+    for budget in range(1, groups * channels + 1):
+        counts_G = solve_coverage(scores_GD, prior_G, budget)
+        assert int(counts_G.sum()) == budget
+        assert bool((counts_G >= before_G).all())
+        before_G = counts_G
+    assert before_G.tolist() == [channels] * groups
+
+
+@given(seed=seeds, scale=st.sampled_from([2.0**-900, 2.0**-40, 2.0**40]))
+def test_units_do_not_matter(seed: int, scale: float) -> None:
+    scores_GD, prior_G = random_problem(seed, 4, 10)
+    counts_G = solve_coverage(scores_GD, prior_G, 17)
+    assert solve_coverage(scores_GD * scale, prior_G, 17).tolist() == counts_G.tolist()
+    assert solve_coverage(scores_GD, prior_G * scale, 17).tolist() == counts_G.tolist()
+    one_group = torch.tensor([scale, 1, 1, 1], dtype=torch.float64)[:, None]
+    assert solve_coverage(scores_GD * one_group, prior_G, 17).tolist() == counts_G.tolist()
+
+
+def test_worked_example_of_two_layers() -> None:
+    # Layer 0 holds experts (6, 3, 1) and (5, 4, 1); pooled and sorted 6 5 4 3 1 1, total 20.
+    # Layer 1 holds experts (10, 6, 0) and (2, 1, 1); pooled and sorted 10 6 2 1 1 0, total 20.
+    scores_LEI = torch.tensor([[[6, 3, 1], [1, 5, 4]], [[0, 6, 10], [2, 1, 1]]], dtype=torch.float64)
+    #
+    # Equal layers, 6 channels. S(n-1)/20:  layer 0:  0  .3  .55  .75  .9  .95
+    #                                       layer 1:  0  .5  .8   .9   .95  1
+    # The six smallest are 0 0 .3 .5 .55 .75: layer 0 keeps 4, layer 1 keeps 2.
+    # Inside layer 0, phi = (1, 2):  expert 0:  0  6/10 9/10      expert 1:  0  5/20 9/20
+    # The four smallest are 0 0 .25 .45: 1 and 3 channels.
+    # Inside layer 1, phi = (1, 1): the first channel of each.
+    expert_prior_LE = torch.tensor([[1.0, 2.0], [1.0, 1.0]])
+    widths_LE = plan_coverage(scores_LEI, torch.tensor([1.0, 1.0]), expert_prior_LE, 6)
+    assert widths_LE.tolist() == [[1, 3], [1, 1]]
+    #
+    # Layer 1 twice as important, 7 channels: its thresholds halve to 0 .25 .4 .45 .475 .5, and the seven smallest are
+    # 0 0 .25 .3 .4 .45 .475: layer 0 keeps 2, layer 1 keeps 5.
+    # Inside layer 1:  expert 0:  0  10/16  1      expert 1:  0  2/4  3/4
+    # The five smallest leave out 1: 2 and 3 channels.
+    widths_LE = plan_coverage(scores_LEI, torch.tensor([1.0, 2.0]), expert_prior_LE, 7)
+    assert widths_LE.tolist() == [[1, 1], [2, 3]]
+
+
+@given(seed=seeds, share=st.floats(0, 1))
+def test_plan_meets_the_budget_to_the_channel(seed: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores_LEI = torch.rand(3, 4, 5, generator=generator)  # float32, as accumulators may be
+    budget = round(share * scores_LEI.numel())
+    widths_LE = plan_coverage(
+        scores_LEI, torch.rand(3, generator=generator), torch.rand(3, 4, generator=generator), budget
+    )
+    assert int(widths_LE.sum()) == budget
+    assert bool(((widths_LE >= 0) & (widths_LE <= 5)).all())
+
+
+def test_batch_solves_each_problem() -> None:
+    scores, priors = zip(*(random_problem(seed, 3, 7) for seed in range(4)), strict=True)
+    budgets = [0, 5, 12, 21]
+    counts_BG = solve_coverage(torch.stack(scores), torch.stack(priors), torch.tensor(budgets))
+    for index, budget in enumerate(budgets):
+        assert counts_BG[index].tolist() == solve_coverage(scores[index], priors[index], budget).tolist()
+
+
+def test_groups_of_zero_importance_enter_last_and_share_evenly() -> None:
+    scores_GD, _ = random_problem(0, 4, 5)
+    prior_G = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    assert solve_coverage(scores_GD, prior_G, 4).tolist() == [0, 4, 0, 0]
+    assert solve_coverage(scores_GD, prior_G, 13).tolist() == [3, 5, 3, 2]
+
+
+def test_all_zero_scores_and_priors_mean_equal_ones() -> None:
+    zero_GD, zero_G = torch.zeros(3, 4), torch.zeros(3)
+    assert solve_coverage(zero_GD, torch.ones(3), 7).tolist() == [3, 2, 2]
+    assert solve_coverage(zero_GD, zero_G, 7).tolist() == [3, 2, 2]
+    scores_GD, _ = random_problem(1, 3, 4)
+    assert solve_coverage(scores_GD, zero_G, 7).tolist() == solve_coverage(scores_GD, torch.ones(3), 7).tolist()
+
+
+def test_thresholds_are_those_of_the_definition() -> None:
+    scores_GD = torch.tensor([[4.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    thresholds_GD = coverage_thresholds(scores_GD, torch.tensor([2.0, 0.5]))
+    expected = [[0, 4 / 16, 7 / 16], [0, 2 / 3, 4 / 3]]
+    torch.testing.assert_close(thresholds_GD, torch.tensor(expected, dtype=torch.float64))
+    assert coverage_thresholds(scores_GD, torch.tensor([1.0, 0.0]))[1].tolist() == [float("inf")] * 3
+
+
+@given(seed=seeds, budget=st.integers(0, 24))
+def test_count_smallest_takes_the_smallest(seed: int, budget: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values_GD = torch.randint(0, 5, (4, 6), generator=generator).double().sort(dim=-1).values
+    entries = [(float(values_GD[g, d]), d, g) for g in range(4) for d in range(6)]
+    chosen = [group for *_, group in sorted(entries)[:budget]]
+    assert count_smallest(values_GD, budget).tolist() == [chosen.count(group) for group in range(4)]
+
+
+@pytest.mark.parametrize("budget", [-1, 13])
+def test_budget_out_of_range_is_refused(budget: int) -> None:
+    with pytest.raises(CoverageError, match=rf"budget of {budget} channels is outside 0\.\.12"):
+        solve_coverage(torch.ones(3, 4), torch.ones(3), budget)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_bad_numbers_are_refused_by_name(bad: float) -> None:
+    scores_LEI, layer_prior_L, expert_prior_LE = torch.ones(2, 3, 4), torch.ones(2), torch.ones(2, 3)
+    broken_LEI = scores_LEI.clone()
+    broken_LEI[1, 2, 3] = bad
+    with pytest.raises(CoverageError, match=r"channel scores must .* layer 1 expert 2 has"):
+        plan_coverage(broken_LEI, layer_prior_L, expert_prior_LE, 5)
+    with pytest.raises(CoverageError, match=r"channel scores must .*, but group 2 has"):
+        solve_coverage(broken_LEI[1], expert_prior_LE[1], 5)
+    with pytest.raises(CoverageError, match=r"channel scores must .* problem 1 group 2 has"):
+        solve_coverage(broken_LEI, expert_prior_LE, torch.tensor([5, 5]))
+    layer_prior_L[1] = bad
+    with pytest.raises(CoverageError, match=r"layer importances must .* layer 1 has"):
+        plan_coverage(scores_LEI, layer_prior_L, expert_prior_LE, 5)
+    expert_prior_LE[0, 1] = bad
+    with pytest.raises(CoverageError, match=r"expert importances must .* layer 0 expert 1 has"):
+        plan_coverage(scores_LEI, torch.ones(2), expert_prior_LE, 5)
+
+
+def test_pooled_layer_counts_every_channel_once() -> None:
+    generator = torch.Generator().manual_seed(5)
+    scores_LEI = torch.rand(2, 3, 4, dtype=torch.float64, generator=generator)
+    layer_prior_L = torch.tensor([1.0, 3.0])
+    widths_LE = plan_coverage(scores_LEI, layer_prior_L, torch.ones(2, 3), 13)
+    pooled = [sorted(layer.flatten().tolist(), reverse=True) for layer in scores_LEI]
+    thresholds = sorted(
+        (sum(row[:n]) / sum(row) / phi, layer)
+        for layer, (row, phi) in enumerate(zip(pooled, layer_prior_L.tolist(), strict=True))
+        for n in range(12)
+    )
+    layers = [layer for _, layer in thresholds[:13]]
+    assert widths_LE.sum(-1).tolist() == [layers.count(0), layers.count(1)]
+    assert sort_descending(scores_LEI.flatten(1)).tolist() == pooled

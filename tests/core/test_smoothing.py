@@ -1,0 +1,90 @@
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_coverage_plugin.core.smoothing import Smoothing, smooth
+from moe_coverage_plugin.manifest import CoverageError
+
+METHODS = get_args(Smoothing)
+importances = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(values=importances)
+def test_smoothing_is_monotone_and_keeps_zero(method: Smoothing, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    y = smooth(x, method)
+    assert y.dtype == torch.float64
+    assert y.shape == x.shape
+    assert bool(y.isfinite().all())
+    assert bool((y[x == 0] == 0).all())
+    by_x = y[x.argsort(stable=True)]
+    assert bool((by_x.diff() >= -1e-12 * by_x.max()).all())
+
+
+@pytest.mark.parametrize("method", ["huber", "clip", "none"])
+@given(values=importances)
+def test_only_outliers_change(method: Smoothing, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    limit = sum(values) / len(values) + 0.5 * math.sqrt(((x - x.mean()) ** 2).mean())
+    inliers = x < limit * (1 - 1e-9)
+    y = smooth(x, method)
+    assert torch.equal(y[inliers], x[inliers])
+    assert bool((y <= x * (1 + 1e-12)).all())
+
+
+def test_by_hand() -> None:
+    # mean 2, population std sqrt(((2^2) * 3 + 6^2) / 4) = sqrt(12): delta = 2 + sqrt(3)
+    x = torch.tensor([0.0, 0.0, 0.0, 8.0])
+    delta = 2 + math.sqrt(3)
+    assert smooth(x, "sqrt")[3].item() == pytest.approx(math.sqrt(8))
+    assert smooth(x, "log")[3].item() == pytest.approx(math.log(1 + 5 * 8 / 2))
+    assert smooth(x, "clip")[3].item() == pytest.approx(delta)
+    assert smooth(x, "huber")[3].item() == pytest.approx(math.sqrt(2 * delta * 8 - delta**2))
+
+
+def test_huber_meets_its_limit_with_equal_value_and_slope() -> None:
+    # Symmetric about 1 with std 1: delta is 1.5. The five points at the limit, evenly around it, keep mean and std
+    # close enough that the limit moves by less than the step.
+    step = 1e-4
+    around = [1.5 + k * step for k in (-2, -1, 0, 1, 2)]
+    bulk = [0.0, 2.0] * 100_000
+    y = smooth(torch.tensor(around + bulk, dtype=torch.float64), "huber")[:5]
+    slopes = y.diff() / step
+    assert torch.allclose(slopes, torch.ones(4, dtype=torch.float64), atol=3 * step)
+    assert y[2].item() == pytest.approx(1.5, abs=step)
+
+
+@given(values=importances, factor=st.sampled_from([1e-3, 7.0, 1e4]))
+def test_log_does_not_depend_on_the_unit(values: list[float], factor: float) -> None:
+    x = torch.tensor(values, dtype=torch.float64)
+    torch.testing.assert_close(smooth(x * factor, "log"), smooth(x, "log"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_entries_stay_equal_and_zero_stays_zero(method: Smoothing) -> None:
+    assert smooth(torch.zeros(3), method).tolist() == [0.0, 0.0, 0.0]
+    equal = smooth(torch.full((3,), 2.0), method)
+    assert len(set(equal.tolist())) == 1
+    expected = {"none": 2.0, "sqrt": math.sqrt(2), "log": math.log(6), "huber": 2.0, "clip": 2.0}
+    assert equal[0].item() == pytest.approx(expected[method])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_are_independent_and_negative_counts_as_zero(method: Smoothing) -> None:
+    x_LE = torch.tensor([[1.0, -5.0, 3.0], [100.0, 1.0, 2.0]])
+    y_LE = smooth(x_LE, method)
+    assert torch.equal(y_LE[0], smooth(torch.tensor([1.0, 0.0, 3.0]), method))
+    assert torch.equal(y_LE[1], smooth(x_LE[1], method))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_is_refused_by_name(bad: float) -> None:
+    x_LE = torch.ones(2, 3)
+    x_LE[1, 2] = bad
+    with pytest.raises(CoverageError, match="layer 1 expert 2"):
+        smooth(x_LE, "sqrt")
