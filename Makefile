@@ -1,0 +1,64 @@
+# Two environments, because llm-compressor and vLLM pin different releases of compressed-tensors:
+#   .venv-compress  llm-compressor, this package, and the tools for tests
+#   .venv-serve     vLLM (its CPU build where there is no NVIDIA card) and this package
+# Everything is pinned in requirements/. PYTHON names the interpreter to build them with (3.11 or newer).
+
+PYTHON ?= python3
+COMPRESS := .venv-compress
+SERVE := .venv-serve
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+SERVE_LOCK := requirements/$(if $(HAS_GPU),serve-cuda.txt,serve-cpu.txt)
+TORCH := torch==2.13.0
+ARTIFACTS := .artifacts
+PIP := -m pip --disable-pip-version-check install --quiet --progress-bar off
+
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint test-compress test-serve clean
+
+## The main job, end to end: compress the mini-MoE by one recipe, then generate from the result with vLLM.
+demo: $(COMPRESS)/.ready $(SERVE)/.ready
+	$(COMPRESS)/bin/python examples/demo.py --output out/demo
+	$(SERVE)/bin/python examples/generate.py out/demo/p_q4
+
+## Everything that must hold: style, types, layers, both halves.
+test: lint test-compress test-serve
+
+lint: $(COMPRESS)/.ready $(SERVE)/.ready
+	$(COMPRESS)/bin/ruff check .
+	$(COMPRESS)/bin/ruff format --check .
+	$(COMPRESS)/bin/lint-imports
+	$(COMPRESS)/bin/pyright --pythonpath $(COMPRESS)/bin/python
+	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving
+
+test-compress: $(COMPRESS)/.ready
+	$(COMPRESS)/bin/python -m pytest tests --ignore tests/serving
+
+# Serving is tested on checkpoints that the compressing half really wrote.
+test-serve: $(COMPRESS)/.ready $(SERVE)/.ready
+	PYTHONPATH=tests $(COMPRESS)/bin/python tests/serving/make_checkpoints.py $(ARTIFACTS)
+	MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python -m pytest tests/serving
+
+$(COMPRESS)/.ready: requirements/compress.txt pyproject.toml
+	$(call make_venv,$(COMPRESS))
+	@# torch first and by name, so that a machine's own build of it is taken
+	$(COMPRESS)/bin/python $(PIP) "$(TORCH)"
+	$(COMPRESS)/bin/python $(PIP) --no-deps -r requirements/compress.txt
+	$(COMPRESS)/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(SERVE)/.ready: $(SERVE_LOCK) pyproject.toml
+	$(call make_venv,$(SERVE))
+	$(if $(HAS_GPU),,$(SERVE)/bin/python $(PIP) "$(TORCH)")
+	$(SERVE)/bin/python $(PIP) --no-deps -r $(SERVE_LOCK)
+	$(SERVE)/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": run make PYTHON=...")'
+@echo "Setting up $(1) (pinned; downloads a few hundred MB the first time)"
+@rm -rf $(1) && $(PYTHON) -m venv $(1)
+endef
+
+clean:
+	rm -rf $(COMPRESS) $(SERVE) $(ARTIFACTS) out
