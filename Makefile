@@ -49,7 +49,7 @@ $(COMPRESS)/.ready: requirements/compress.txt pyproject.toml
 
 $(SERVE)/.ready: $(SERVE_LOCK) pyproject.toml
 	$(call make_venv,$(SERVE))
-	$(if $(HAS_GPU),,$(SERVE)/bin/python $(PIP) "$(TORCH)")
+	$(SERVE)/bin/python $(PIP) "$(TORCH)"
 	$(SERVE)/bin/python $(PIP) --no-deps -r $(SERVE_LOCK)
 	$(SERVE)/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -1,7 +1,7 @@
 """The main job on the trained mini-MoE of this repository: one recipe prunes and quantizes it.
 
-Writes four checkpoints and prints what each costs: the original, 4 bits only, pruned only, and both. ``make demo`` runs
-this and then lets vLLM generate from the last one (``examples/generate.py``).
+Writes three checkpoints and prints what they cost beside the original: 4 bits only, pruned only, and both. ``make demo``
+runs this and then lets vLLM generate from the last one (``examples/generate.py``).
 
     python examples/demo.py --output out/demo
 """
@@ -132,7 +132,11 @@ def main() -> None:
 
     shutil.rmtree(args.output, ignore_errors=True)
     results = [measure("original", args.model, channels, heldout)]
-    variants = {"q4": ("4-bit only", False, True), "p": ("pruned only", True, False), "p_q4": ("pruned + 4-bit", True, True)}
+    variants = {
+        "q4": ("4-bit only", False, True),
+        "p": ("pruned only", True, False),
+        "p_q4": ("pruned + 4-bit", True, True),
+    }
     for folder, (name, prune, quantize) in variants.items():
         compress(args.model, recipe_of(args.recipe, prune, quantize), args.output / folder, calibration)
         results.append(measure(name, args.output / folder, channels, heldout))

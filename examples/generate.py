@@ -1,6 +1,6 @@
 """Lets vLLM generate from a pruned checkpoint. Needs only vLLM and this package in the environment.
 
-    python examples/generate.py out/demo/p_q4
+python examples/generate.py out/demo/p_q4
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; enough for a small model on a machine without a GPU
+# GiB, read when vLLM is imported; enough for a small model on a machine without a GPU
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from vllm import LLM, SamplingParams  # noqa: E402 - vLLM reads the variable when it is imported
+from vllm import LLM, SamplingParams
 
-PROMPTS = ("def read_json(path):\n", "The standard library provides", "Return the absolute value of")
+PROMPTS = (
+    "import os\n\ndef read_",
+    "class TestParser(unittest.TestCase):\n    def test_",
+    "Return the absolute value of",
+)
 
 
 def main() -> None:

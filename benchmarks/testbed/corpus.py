@@ -32,7 +32,9 @@ MIN_LETTER_SHARE = 0.5
 EVALUATION_BYTES = 400_000
 EVALUATION_DOCUMENT_BYTES = 32_000
 EVALUATION_LICENCE = "PSF-2.0"
-WEB_ADDRESS = re.compile(r"https?://[\w./%#?=&~+:@-]+")  # these two texts are published: no addresses of others in them
+WEB_ADDRESS = re.compile(
+    r"https?://[\w./%#?=&~+:@-]+"
+)  # these two texts are published: no addresses of others in them
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 Runs in the compressing environment; the serving tests run in another, without the toolkit.
 
-    python tests/serving/make_checkpoints.py [DIRECTORY]
+    PYTHONPATH=tests python tests/serving/make_checkpoints.py [DIRECTORY]
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +18,66 @@ import torch
 import yaml
 from llmcompressor import oneshot
 from safetensors.torch import save_file
+from tiny import VOCAB, add_tokenizer, save_model, token_batches
 
 from moe_coverage_plugin import load, recipe_path
 
-from tiny import VOCAB, save_model, token_batches
-
 PROMPT_TOKENS = 64
+Modifiers = dict[str, dict[str, Any]]
 
-# name -> (recipe, layout, family, dtype). One for every recipe that comes with the package, and every layout.
-CHECKPOINTS: Mapping[str, tuple[str, str, str, torch.dtype]] = {
-    "ragged_fp32": ("coverage_p50", "ragged", "qwen3_moe", torch.float32),
-    "ragged_bf16": ("coverage_p50", "ragged", "qwen3_moe", torch.bfloat16),
-    "ragged_w4a16": ("coverage_p25_q4", "ragged", "qwen3_moe", torch.float32),
-    "ragged_gptq": ("coverage_p25_gptq", "ragged", "qwen3_moe", torch.float32),
-    "ragged_w4a16_a64": ("coverage_p25_q4_a64", "ragged", "qwen3_moe", torch.float32),
-    "ragged_gptq_a64": ("coverage_p25_gptq_a64", "ragged", "qwen3_moe", torch.float32),
-    "ragged_shared_w4a16": ("coverage_p25_q4", "ragged", "qwen2_moe", torch.float32),
-    "padded_fp32": ("coverage_p50", "padded", "qwen3_moe", torch.float32),
-    "padded_w4a16": ("coverage_p25_q4", "padded", "qwen3_moe", torch.float32),
-    "uniform_fp32": ("coverage_p50", "uniform", "qwen3_moe", torch.float32),
+
+@dataclass(frozen=True)
+class Spec:
+    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of the recipe changed."""
+
+    recipe: str
+    family: str = "qwen3_moe"
+    dtype: torch.dtype = torch.float32
+    layout: str = "ragged"
+    changes: Modifiers = field(default_factory=dict)
+
+    def modifiers(self) -> Modifiers:
+        recipe = yaml.safe_load(Path(recipe_path(self.recipe)).read_text())["prune_stage"]["prune_modifiers"]
+        recipe["ChannelPruningModifier"]["layout"] = self.layout
+        for name, fields in self.changes.items():
+            recipe[name] |= fields
+        return recipe
+
+
+# blocks as wide as an expert leave whole experts only: all that live have one width
+WHOLE_EXPERTS: Modifiers = {"AlignmentModifier": {"block_size": 512, "min_width": 512}}
+QUANTIZED_NOWHERE: Modifiers = {"QuantizationModifier": {"ignore": ["re:.*"]}}
+
+# every recipe that comes with the package, every layout, and families that name or route differently
+CHECKPOINTS: Mapping[str, Spec] = {
+    "ragged_fp32": Spec("coverage_p50"),
+    "ragged_bf16": Spec("coverage_p50", dtype=torch.bfloat16),
+    "ragged_whole_experts": Spec("coverage_p25_q4", changes=WHOLE_EXPERTS | QUANTIZED_NOWHERE),
+    "ragged_w4a16": Spec("coverage_p25_q4"),
+    "ragged_gptq": Spec("coverage_p25_gptq"),
+    "ragged_w4a16_a64": Spec("coverage_p25_q4_a64"),
+    "ragged_gptq_a64": Spec("coverage_p25_gptq_a64"),
+    "ragged_shared_w4a16": Spec("coverage_p25_q4", "qwen2_moe"),
+    "ragged_mixtral": Spec("coverage_p25_q4_a64", "mixtral"),
+    "ragged_glm4": Spec("coverage_p25_q4_a64", "glm4_moe"),
+    "padded_fp32": Spec("coverage_p50", layout="padded"),
+    "padded_w4a16": Spec("coverage_p25_q4", layout="padded"),
+    "uniform_fp32": Spec("coverage_p50", layout="uniform"),
 }
 
 
 def make(name: str, directory: Path, workspace: Path) -> None:
-    """Write one checkpoint and beside it ``expected.safetensors``: a prompt and its log-probabilities."""
-    recipe_name, layout, family, dtype = CHECKPOINTS[name]
-    source = workspace / f"{family}_{dtype}"
+    """Write one checkpoint and beside it ``NAME.expected.safetensors``: a prompt and its log-probabilities."""
+    spec = CHECKPOINTS[name]
+    source = workspace / f"{spec.family}_{spec.dtype}"
     if not source.exists():
-        save_model(source, family, dtype)
-    recipe: dict[str, Any] = yaml.safe_load(Path(recipe_path(recipe_name)).read_text())
-    recipe["prune_stage"]["prune_modifiers"]["ChannelPruningModifier"]["layout"] = layout
+        add_tokenizer(save_model(source, spec.family, spec.dtype))
     output = directory / name
     shutil.rmtree(output, ignore_errors=True)
-    oneshot(
-        model=str(source),
-        dataset=token_batches(),
-        recipe=yaml.safe_dump(recipe, sort_keys=False),
-        output_dir=str(output),
-    )
-    save_file(expected(output), output / "expected.safetensors")
+    recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": spec.modifiers()}}, sort_keys=False)
+    oneshot(model=str(source), dataset=token_batches(), recipe=recipe, batch_size=4, output_dir=str(output))
+    # not in the directory: engines load every safetensors file they find there
+    save_file(expected(output), directory / f"{name}.expected.safetensors")
 
 
 @torch.no_grad()
@@ -68,5 +91,6 @@ def expected(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ".artifacts").absolute()
+    shutil.rmtree(target, ignore_errors=True)
     for checkpoint_name in CHECKPOINTS:
         make(checkpoint_name, target, target / "sources")

@@ -1,0 +1,139 @@
+"""Compares ways to shrink the mini-MoE at equal bytes: ours, one width for all experts, and whole experts by REAP.
+
+Every row is compressed by a recipe, saved, opened again and measured on held-out text. Prints a Markdown table and,
+with ``--json``, writes the figures with versions, command and seed.
+
+    python benchmarks/equal_bytes.py --json benchmarks/equal_bytes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import sys
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tabulate import tabulate
+
+from examples.demo import MINI_MOE, Result, compress, measure, windows
+
+Modifiers = dict[str, dict[str, Any]]
+PACKAGES = ("moe-coverage-plugin", "llmcompressor", "transformers", "torch")
+
+
+def ours(sparsity: float, block_size: int | None, layout: str = "ragged") -> Modifiers:
+    """The paper's method with its defaults."""
+    modifiers: Modifiers = {"AttributionModifier": {}, "CoverageModifier": {"sparsity": sparsity}}
+    if block_size is not None:
+        modifiers["AlignmentModifier"] = {"block_size": block_size, "min_width": block_size}
+    return modifiers | {"ChannelPruningModifier": {"layout": layout}}
+
+
+def inside_layers(sparsity: float, block_size: int) -> Modifiers:
+    """Coverage over the experts of each layer only, by the exact loss of removing an expert; layers share equally."""
+    modifiers = ours(sparsity, block_size)
+    modifiers["AttributionModifier"] = {"expert_importance": "second_order", "layer_noise": None}
+    modifiers["CoverageModifier"] |= {"inter_layer": "uniform"}
+    return modifiers
+
+
+def one_width(sparsity: float) -> Modifiers:
+    """Every expert loses the same number of channels, those of least activation."""
+    strategies = {"inter_layer": "uniform", "intra_layer": "uniform"}
+    return {
+        "AttributionModifier": {"layer_noise": None},
+        "CoverageModifier": {"sparsity": sparsity} | strategies,
+        "ChannelPruningModifier": {"layout": "uniform"},
+    }
+
+
+def four_bits(group_size: int) -> Modifiers:
+    """Round to nearest, symmetric, in groups."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head"]}}
+
+
+def settings() -> dict[str, Modifiers]:
+    """Rows of the table by name; those of one sparsity have about equal bytes."""
+    rows: dict[str, Modifiers] = {"4 bits (group 64)": four_bits(64)}
+    for percent in (25, 50):
+        sparsity = percent / 100
+        methods = {
+            "paper, a=64": ours(sparsity, 64),
+            "paper, a=128": ours(sparsity, 128),
+            "coverage inside layers, exact ALA, a=64": inside_layers(sparsity, 64),
+            "one width, activation": one_width(sparsity),
+            "REAP, whole experts": {"REAPPruningModifier": {"sparsity": sparsity}},
+        }
+        rows |= {f"{percent} % {name}": modifiers for name, modifiers in methods.items()}
+        rows |= {
+            f"{percent} % {name} + 4 bits": methods[name] | four_bits(64)
+            for name in ("paper, a=64", "REAP, whole experts")
+        }
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MINI_MOE, help="directory with calibration.txt and heldout.txt")
+    parser.add_argument("--calibration-windows", type=int, default=64)
+    parser.add_argument("--heldout-windows", type=int, default=224)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    calibration = windows(args.model, "calibration.txt", args.calibration_windows)
+    heldout = windows(args.model, "heldout.txt", args.heldout_windows)
+    channels = 4 * 16 * 384
+    results = [measure("original", args.model, channels, heldout)]
+    for name, modifiers in settings().items():
+        recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": modifiers}}, sort_keys=False)
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "model"
+            compress(args.model, recipe, output, calibration)
+            results.append(measure(name, output, channels, heldout))
+    print(markdown(results))
+    if args.json:
+        args.json.write_text(json.dumps(record(results), indent=1) + "\n")
+
+
+def markdown(results: list[Result]) -> str:
+    """Bytes, loss and its rise over the original."""
+    first = results[0]
+    rows = [
+        (
+            r.name,
+            f"{r.bytes_on_disk / 1e6:.2f}",
+            f"{r.loss:.4f}",
+            f"{r.loss - first.loss:+.4f}",
+            f"{math.exp(r.loss):.3f}",
+        )
+        for r in results
+    ]
+    headers = ("model", "MB on disk", "held-out loss", "rise", "perplexity")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=("left", *["right"] * 4))
+
+
+def record(results: list[Result]) -> dict[str, Any]:
+    """The figures with what is needed to repeat them."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "seed": 0,
+        "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "versions": {package: version(package) for package in PACKAGES},
+        "results": [asdict(result) for result in results],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The vLLM quantization configuration that claims our checkpoints: compressed-tensors with ragged experts."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
+from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
+from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
+from moe_coverage_plugin.serving.scheme import Entry, ExpertScheme, expert_scheme, layer_entry, supported_scheme
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+# Experts are Linear modules to the toolkit that wrote the targets; this one only lends its class name.
+LINEAR = torch.nn.Linear(1, 1, bias=False, device="meta")
+
+EXPERT_WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
+
+
+class CoverageConfig(CompressedTensorsConfig):
+    """compressed-tensors, save that our method serves what stock kernels cannot.
+
+    That is: experts of unequal width (layout ``ragged``), 4-bit experts where the build has no kernel for them, and
+    4-bit linear layers where the build lacks the operator. All else, the layouts ``padded`` and ``uniform`` included,
+    is left to vLLM.
+    """
+
+    manifest: Manifest
+    schemes: dict[str, ExpertScheme]
+
+    @classmethod
+    def override_quantization_method(
+        cls,
+        hf_quant_cfg: dict[str, Any],
+        user_quant: str | None,  # noqa: ARG003  # vLLM's signature
+        hf_config: PretrainedConfig | None = None,
+    ) -> Any:
+        """Our name where the checkpoint carries our entry.
+
+        Runs in the user's process, so that a damaged entry or one of another release is refused where it is seen.
+
+        Raises:
+            CoverageError: for an unknown schema version or a damaged entry.
+        """
+        if Manifest.from_quantization_config(hf_quant_cfg) is None:
+            return None
+        compat.check_engine_config(getattr(hf_config, "architectures", None) or (), check_deployment)
+        return CONFIG_KEY
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CoverageConfig:
+        """Parse the checkpoint's ``quantization_config``; in the user's process.
+
+        Raises:
+            CoverageError: if the entry is damaged, or the experts are stored in a way that we do not serve.
+        """
+        self = super().from_config(config)
+        assert isinstance(self, cls), "the base class builds the class that it is called on"
+        manifest = Manifest.from_quantization_config(config)
+        assert manifest is not None, f"a configuration without {CONFIG_KEY} was claimed"
+        self.manifest = manifest
+        self.schemes = self._schemes_served_by_us()
+        return self
+
+    def _schemes_served_by_us(self) -> dict[str, ExpertScheme]:
+        """Storage of the expert layers that stock kernels cannot serve, by module path."""
+        quantized = bool(self.target_scheme_map)
+        if not serves_experts(self.manifest, quantized):
+            return {}
+        entries = {name: layer_entry(name, widths, self._entry_of) for name, widths in self.manifest.widths.items()}
+        if self.manifest.layout == "ragged":
+            return {name: supported_scheme(name, self.manifest.widths[name], entry) for name, entry in entries.items()}
+        schemes = {name: expert_scheme(entry) for name, entry in entries.items()}
+        return {name: s for name, s in schemes.items() if isinstance(s, ExpertScheme) and s.bits == 4}
+
+    def _entry_of(self, path: str) -> Entry:
+        return self.get_scheme_dict(LINEAR, path)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: PretrainedConfig | None = None, revision: str | None = None
+    ) -> None:
+        """Give the model its original expert width back.
+
+        A ragged checkpoint declares a width at which stock engines stop. Models derive more from that number, such as
+        the width of shared experts and what tensor parallelism must divide.
+        """
+        super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+        if hf_config is None or self.manifest.layout != "ragged":
+            return
+        text_config = hf_config.get_text_config()
+        for field in EXPERT_WIDTH_FIELDS:
+            if getattr(text_config, field, None) == self.manifest.declared_width:
+                setattr(text_config, field, self.manifest.intermediate_size)
+                return
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Our method for what stock vLLM cannot serve, its own otherwise."""
+        if isinstance(layer, RoutedExperts) and self.schemes:
+            name = self._manifest_name(prefix)
+            if name in self.schemes:
+                return RaggedExpertsMethod(layer.moe_config, name, self.manifest.widths[name], self.schemes[name])
+        method = super().get_quant_method(layer, prefix)
+        if isinstance(method, CompressedTensorsLinearMethod) and compat.lacks_w4a16_linear():
+            return self._without_operator(method, layer.scheme, prefix)
+        return method
+
+    def _manifest_name(self, prefix: str) -> str:
+        """The manifest's name of an expert layer, found by layer number where vLLM nests the model differently.
+
+        Raises:
+            CoverageError: if the manifest has no such layer.
+        """
+        if prefix in self.manifest.widths:
+            return prefix
+        number = _layer_number(prefix)
+        names = [name for name in self.manifest.widths if number is not None and _layer_number(name) == number]
+        if len(names) != 1:
+            raise CoverageError(
+                f"{prefix} is not among the {len(self.manifest.widths)} layers of the {CONFIG_KEY} entry, which must "
+                "list every layer with experts: write the checkpoint again"
+            )
+        return names[0]
+
+    def _without_operator(
+        self, method: CompressedTensorsLinearMethod, scheme: Any, prefix: str
+    ) -> CompressedTensorsLinearMethod | DecompressedLinearMethod:
+        if not isinstance(scheme, CompressedTensorsWNA16):
+            return method
+        if scheme.num_bits != 4 or not scheme.symmetric:
+            raise CoverageError(
+                f"{prefix} has {scheme.num_bits}-bit {'' if scheme.symmetric else 'asymmetric '}weights, this build "
+                "of vLLM lacks the operator and only symmetric 4-bit weights can be decompressed at load: use a build "
+                f"with {compat.VLLM_CPU_LINEAR_OPERATOR}, or quantize with W4A16"
+            )
+        return DecompressedLinearMethod(scheme)
+
+
+def _layer_number(path: str) -> int | None:
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    return int(match.group(1)) if match else None

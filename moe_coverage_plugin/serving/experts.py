@@ -1,0 +1,135 @@
+"""vLLM's view of our experts: allocates them at their true size, checks what is loaded, and runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.deployment import refuse_options
+from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, RaggedWeights, ragged_moe
+from moe_coverage_plugin.serving.router import mask_router
+from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.storage import ExpertStorage
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+
+class RaggedExpertsMethod(FusedMoEMethodBase):
+    """Experts of one layer, each of its own width, in 16 bits or packed 4 bits; partial sums under tensor parallelism.
+
+    vLLM's runner routes before and sums over ranks after.
+
+    Args:
+        moe: vLLM's description of the layer. Its expert width is not read.
+        name: module path of the layer's experts in the checkpoint.
+        widths_E: channels of every expert in the checkpoint.
+        scheme: how their weights are stored.
+
+    Raises:
+        CoverageError: for expert parallelism, expert balancing or adapters.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, name: str, widths_E: Sequence[int], scheme: ExpertScheme) -> None:
+        super().__init__(moe)
+        parallel = moe.moe_parallel_config
+        refuse_options(parallel.use_ep, parallel.enable_eplb, moe.is_lora_enabled)
+        self.name = name
+        self.widths_E = widths_E
+        self.scheme = scheme
+        self.router_masked = False
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,  # noqa: ARG002  # vLLM's signature, here and below
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,  # noqa: ARG002
+    ) -> None:
+        """Register flat parameters of exactly this rank's bytes; vLLM's one width for all experts is not read.
+
+        Raises:
+            CoverageError: if the layer is not the one that the checkpoint describes, or needs what we do not compute.
+        """
+        if num_experts != len(self.widths_E):
+            raise CoverageError(
+                f"{self.name} has {len(self.widths_E)} experts in the checkpoint, the model builds {num_experts}: "
+                "config.json was edited, or vLLM fuses shared experts into this layer; switch that off"
+            )
+        self.activation = compat.activation_name(layer)
+        # Names of activations without a gate end in _no_mul, so a gated layer is left, which has an up projection.
+        if self.activation not in ACTIVATIONS or compat.swiglu_constants(layer):
+            raise CoverageError(
+                f"{self.name} has activation {self.activation!r}, constants {compat.swiglu_constants(layer)}, known "
+                f"are plain {', '.join(ACTIVATIONS)}: write this model in layout 'padded' or 'uniform'"
+            )
+        self.storage = ExpertStorage(
+            self.name,
+            (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name or "", layer.ckpt_down_proj_name),
+            self.widths_E,
+            hidden_size,
+            self.scheme,
+            rank=self.moe.moe_parallel_config.tp_rank,
+            world_size=self.moe.moe_parallel_config.tp_size,
+        )
+        self.storage.create_parameters(layer, params_dtype, self.moe.has_bias)
+        self.layer_name = layer.layer_name
+        # The runner that owns the router enters this table after its experts are built.
+        self._mixture_layers = compat.mixture_layers()
+        self._reads_checkpoint = not compat.loads_dummy_weights()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Make sure that every byte came from the checkpoint, and mask removed experts in the layer's router.
+
+        Raises:
+            CoverageError: naming tensors that are missing.
+        """
+        if self._reads_checkpoint:
+            self.storage.check_complete()
+        removed = [expert for expert, width in enumerate(self.widths_E) if width == 0]
+        if removed and not self.router_masked:
+            router = self._mixture_layers[self.layer_name].router
+            mask_router(router, removed, len(self.widths_E), next(layer.parameters()).device)
+            self.router_masked = True
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:  # noqa: ARG002
+        """None of vLLM's kernels runs, so there is nothing to tell them."""
+        return compat.no_quantization()
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,  # noqa: ARG002
+        shared_experts_input: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """This rank's part of the routed experts' output, ``[tokens, hidden]``; shared experts are the runner's."""
+        return ragged_moe(
+            x,
+            topk_weights,
+            topk_ids,
+            *self._weights(layer),
+            widths_E=list(self.storage.local.widths_E),
+            group_size=self.scheme.group_size or 0,
+            activation=self.activation,
+            weight_on_input=layer.apply_router_weight_on_input,
+        )
+
+    def _weights(self, layer: RoutedExperts) -> RaggedWeights:
+        tensor = "weight" if self.scheme.bits == 16 else "weight_packed"
+        optional = ("w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+        return RaggedWeights(
+            getattr(layer, f"w13_{tensor}"),
+            getattr(layer, f"w2_{tensor}"),
+            *(getattr(layer, name, None) for name in optional),
+        )

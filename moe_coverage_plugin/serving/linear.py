@@ -1,0 +1,71 @@
+"""4-bit linear layers on builds of vLLM that choose a kernel whose operator they lack."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from loguru import logger
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.packing import dequantize
+
+
+class DecompressedLinearMethod(LinearMethodBase):
+    """Loads what the checkpoint holds, then keeps plain weights: right, at four times the memory of these layers.
+
+    Args:
+        scheme: vLLM's symmetric 4-bit scheme, which knows how its parameters are loaded and sharded.
+    """
+
+    def __init__(self, scheme: CompressedTensorsWNA16) -> None:
+        _say_once()
+        self.scheme = scheme
+        self.plain = UnquantizedLinearMethod()
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the packed parameters of vLLM's scheme."""
+        self.scheme.create_weights(
+            layer=layer,
+            input_size=input_size,
+            input_size_per_partition=input_size_per_partition,
+            output_partition_sizes=output_partition_sizes,
+            output_size=output_size,
+            params_dtype=params_dtype,
+            weight_loader=extra_weight_attrs["weight_loader"],
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the packed parameters by the weight that they stand for."""
+        packed: Any = layer.weight_packed
+        scale: Any = layer.weight_scale
+        columns: Any = layer.input_size_per_partition
+        weight = dequantize(packed.data, scale.data, columns)
+        for name in ("weight_packed", "weight_scale", "weight_shape"):
+            delattr(layer, name)
+        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        self.plain.process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ weight.T + bias``."""
+        return self.plain.apply(layer, x, bias)
+
+
+@cache
+def _say_once() -> None:
+    logger.warning(
+        f"This build of vLLM lacks the operator {compat.VLLM_CPU_LINEAR_OPERATOR}: 4-bit linear layers outside the "
+        "experts are decompressed at load and take four times their stored memory"
+    )

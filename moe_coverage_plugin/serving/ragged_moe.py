@@ -1,0 +1,131 @@
+"""The forward pass of experts of unequal width in plain torch: right on every device, first; the kernels' measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_coverage_plugin.serving.packing import dequantize
+from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.storage import ExpertShapes, Part
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class RaggedWeights(NamedTuple):
+    """Flat parameters of a layer's experts; scales where the weights are packed, biases where there are any."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+
+@torch.library.custom_op("moe_coverage::ragged_moe", mutates_args=())
+def ragged_moe(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    widths_E: list[int],
+    group_size: int,
+    activation: str,
+    weight_on_input: bool,
+) -> Tensor:
+    """Sum over a token's experts of routing weight times ``down(act(gate(x)) * up(x))``, for this rank's channels.
+
+    One operator, so that compilers need not look into a loop that depends on the routing.
+
+    Args:
+        x_TH: hidden states.
+        topk_weights_TK: routing weights, usually float32.
+        topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does -1, vLLM's mark of padding.
+        w13, w2: flat weights in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH``, or int32 words.
+        w13_scale, w2_scale: flat scales of packed weights.
+        w13_bias, w2_bias: flat biases.
+        widths_E: channels of each expert on this rank.
+        group_size: input channels per scale, 0 for one scale per row.
+        activation: a key of ``ACTIVATIONS``.
+        weight_on_input: multiply the routing weight into the expert's input in place of its output.
+
+    Returns:
+        ``y_TH`` in the dtype of ``x_TH``, accumulated in float32.
+    """
+    scheme = ExpertScheme(16 if w13_scale is None else 4, group_size or None)
+    shapes = ExpertShapes(tuple(widths_E), x_TH.shape[-1], scheme)
+    weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    known = not (x_TH.is_cuda and torch.cuda.is_current_stream_capturing())
+    act_fn = ACTIVATIONS[activation]
+    return routed_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, shapes, act_fn, weight_on_input, known)
+
+
+@ragged_moe.register_fake
+def _(x_TH: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x_TH)
+
+
+def routed_experts(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    weights: RaggedWeights,
+    shapes: ExpertShapes,
+    act_fn: Callable[[Tensor], Tensor],
+    weight_on_input: bool,
+    routing_known: bool,
+) -> Tensor:
+    """The loop over experts behind ``ragged_moe``.
+
+    While a graph is captured the routing is not known: every expert sees every token, and what was not routed is
+    dropped.
+    """
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for expert in topk_ids_TK.unique().tolist() if routing_known else range(len(shapes.widths_E)):
+        if expert < 0 or (shapes.widths_E[expert] == 0 and weights.w2_bias is None):
+            continue
+        hit_TK = topk_ids_TK == expert
+        hit_T = hit_TK.any(-1)
+        weight_T = (topk_weights_TK * hit_TK).sum(-1)
+        token_N = hit_T.nonzero().squeeze(-1) if routing_known else torch.arange(len(x_TH), device=x_TH.device)
+        x_NH, weight_N1 = x_TH[token_N], weight_T[token_N].unsqueeze(-1)
+        if weight_on_input:
+            z_NH = _expert_forward((x_NH * weight_N1).to(x_TH.dtype), weights, shapes, expert, act_fn).float()
+        else:
+            z_NH = _expert_forward(x_NH, weights, shapes, expert, act_fn).float() * weight_N1
+        y_TH.index_add_(0, token_N, z_NH.masked_fill(~hit_T[token_N].unsqueeze(-1), 0))
+    return y_TH.to(x_TH.dtype)
+
+
+def _expert_forward(
+    x_NH: Tensor, weights: RaggedWeights, shapes: ExpertShapes, expert: int, act_fn: Callable[[Tensor], Tensor]
+) -> Tensor:
+    gate_up = _linear(x_NH, weights.w13, weights.w13_scale, weights.w13_bias, "w13", shapes, expert)
+    gate, up = gate_up.split(shapes.widths_E[expert], dim=-1) if shapes.widths_E[expert] else (gate_up, gate_up)
+    return _linear(act_fn(gate) * up, weights.w2, weights.w2_scale, weights.w2_bias, "w2", shapes, expert)
+
+
+def _linear(
+    x: Tensor, flat: Tensor, scale: Tensor | None, bias: Tensor | None, part: Part, shapes: ExpertShapes, expert: int
+) -> Tensor:
+    if scale is None:
+        weight = shapes.matrix(flat, part, "weight", expert)
+    else:
+        packed = shapes.matrix(flat, part, "weight_packed", expert)
+        weight = dequantize(packed, shapes.matrix(scale, part, "weight_scale", expert), x.shape[-1])
+    return F.linear(x, weight, None if bias is None else shapes.matrix(bias, part, "bias", expert).squeeze(-1))

@@ -1,0 +1,111 @@
+"""How the experts of a layer are stored, read from the checkpoint's compressed-tensors configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_coverage_plugin.manifest import CoverageError
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+Entry = Mapping[str, Any] | None
+"""What vLLM's configuration knows of one module: its ``weights``, ``input_activations`` and ``format``."""
+
+
+@dataclass(frozen=True)
+class ExpertScheme:
+    """Storage of expert weights.
+
+    Attributes:
+        bits: 16 for plain weights of any floating dtype, 4 for packed symmetric integers.
+        group_size: input channels that share a scale; ``None`` for one scale per output channel and for plain weights.
+    """
+
+    bits: int = 16
+    group_size: int | None = None
+
+    @property
+    def shard_unit(self) -> int:
+        """Channels that may not be separated when an expert is dealt to ranks: a scale group, or a packed word."""
+        return 1 if self.bits == 16 else self.group_size or 8
+
+
+def layer_entry(name: str, widths: Sequence[int], entry_of: Callable[[str], Entry]) -> Entry:
+    """The configuration entry that all experts of a layer share.
+
+    Args:
+        name: module path of the layer's experts, ``model.layers.0.mlp.experts``.
+        widths: stored channels of each expert; 0, a removed expert, has no say.
+        entry_of: entry of a module path, ``None`` where the module is not quantized.
+
+    Raises:
+        CoverageError: if they differ, as when an ignore list hits some of them.
+    """
+    paths = [f"{name}.{e}.{projection}" for e, width in enumerate(widths) if width for projection in PROJECTIONS]
+    first = entry_of(paths[0])
+    for path in paths:
+        if entry_of(path) != first:
+            raise CoverageError(
+                f"{path} is stored {_describe(entry_of(path))} but {paths[0]} {_describe(first)}: all experts of a "
+                "layer need one scheme, quantize the model again with targets and ignore that hit all or none"
+            )
+    return first
+
+
+def expert_scheme(entry: Entry) -> ExpertScheme | str:
+    """The scheme of a configuration entry, or the reason why it cannot be served, ``int8 weights``."""
+    if entry is None:
+        return ExpertScheme()
+    weights = entry["weights"]
+    kind, strategy = _value(weights.type), _value(weights.strategy)
+    order = _value(weights.actorder)
+    if kind != "int" or weights.num_bits != 4:
+        return f"{kind}{weights.num_bits} weights"
+    if entry.get("format") != "pack-quantized":
+        return f"format {entry.get('format')!r}"
+    if entry.get("input_activations") is not None:
+        return "quantized activations"
+    if not weights.symmetric:
+        return "asymmetric weights"
+    if order in ("group", "dynamic"):
+        return f"activation order {order!r}, which permutes columns by g_idx"
+    if strategy not in ("group", "channel"):
+        return f"strategy {strategy!r}"
+    if strategy == "group" and weights.group_size % 8:
+        return f"group size {weights.group_size}, which is no multiple of 8"
+    return ExpertScheme(bits=4, group_size=weights.group_size if strategy == "group" else None)
+
+
+def supported_scheme(name: str, widths: Sequence[int], entry: Entry) -> ExpertScheme:
+    """The scheme of a layer's experts.
+
+    Raises:
+        CoverageError: if our kernels cannot serve it, or an expert ends within a scale group.
+    """
+    scheme = expert_scheme(entry)
+    if isinstance(scheme, str):
+        raise CoverageError(
+            f"{name} has {scheme}, experts of unequal width are served in 16 bits or as symmetric int4 weights with "
+            "group or channel scales (pack-quantized): quantize the pruned model again, for example with W4A16"
+        )
+    for expert, width in enumerate(widths):
+        if scheme.group_size and width % scheme.group_size:
+            raise CoverageError(
+                f"{name} expert {expert} has width {width}, no multiple of the quantization group size "
+                f"{scheme.group_size}: prune with block_size {scheme.group_size} or quantize with smaller groups"
+            )
+    return scheme
+
+
+def _describe(entry: Entry) -> str:
+    scheme = expert_scheme(entry)
+    if isinstance(scheme, str):
+        return f"with {scheme}"
+    return "in 16 bits" if scheme.bits == 16 else f"in 4 bits with group size {scheme.group_size}"
+
+
+def _value(field: Any) -> Any:
+    """The plain value of what may be a string enumeration."""
+    return getattr(field, "value", field)

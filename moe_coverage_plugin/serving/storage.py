@@ -1,0 +1,213 @@
+"""Experts of unequal width in memory: matrices end to end in flat tensors, nothing padded, all filled once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+
+from moe_coverage_plugin.core.ragged import unit_range
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.serving.packing import packed_columns
+from moe_coverage_plugin.serving.scheme import ExpertScheme
+
+Part = Literal["w13", "w2"]
+"""vLLM's names: gate above up, and down."""
+
+GATE: str = "w1"
+UP: str = "w3"
+DOWN: str = "w2"
+"""vLLM's names of the projections that a loader is called with."""
+
+NAMES_IN_MESSAGE = 4
+
+
+@dataclass(frozen=True)
+class ExpertShapes:
+    """Shapes of the matrices of a layer's experts: ``N[e]`` channels each, hidden size ``H``.
+
+    A flat tensor holds one kind of matrix of all experts: ``w13`` ``[2 N, columns(H)]`` or ``w2`` ``[H, columns(N)]``.
+    A column is a channel of ``weight``, eight of ``weight_packed``, a group of ``weight_scale``, all of ``bias``.
+    """
+
+    widths_E: tuple[int, ...]
+    hidden: int
+    scheme: ExpertScheme
+
+    def columns(self, tensor: str, channels: int) -> int:
+        """Columns that ``channels`` input channels take."""
+        if tensor == "weight_packed":
+            return packed_columns(channels)
+        if tensor == "weight_scale" and self.scheme.group_size:
+            return channels // self.scheme.group_size
+        return channels if tensor == "weight" else 1
+
+    def shape(self, part: Part, tensor: str, expert: int) -> tuple[int, int]:
+        """Shape of one expert's matrix; a removed expert has none, save zeros in place of its down bias."""
+        width = self.widths_E[expert]
+        if part == "w13":
+            return 2 * width, self.columns(tensor, self.hidden)
+        return self.hidden, 0 if width == 0 and tensor != "bias" else self.columns(tensor, width)
+
+    def matrix(self, flat: torch.Tensor, part: Part, tensor: str, expert: int) -> torch.Tensor:
+        """One expert's matrix, a view of the flat tensor."""
+        start, stop = _spans(self, part, tensor)[expert]
+        return flat[start:stop].view(self.shape(part, tensor, expert))
+
+    def numel(self, part: Part, tensor: str) -> int:
+        """Elements of the flat tensor."""
+        return _spans(self, part, tensor)[-1][1]
+
+
+@cache
+def _spans(shapes: ExpertShapes, part: Part, tensor: str) -> list[tuple[int, int]]:
+    """First and last element of every expert's matrix in the flat tensor."""
+    sizes = (rows * columns for rows, columns in (shapes.shape(part, tensor, e) for e in range(len(shapes.widths_E))))
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+class ExpertStorage:
+    """The parameters of one layer's experts on one rank, and their strict loader.
+
+    Args:
+        name: module path of the experts in the checkpoint, for messages.
+        projections: checkpoint names of gate, up and down.
+        widths_E: channels of every expert in the checkpoint; 0, it has no tensors there.
+        hidden: hidden size.
+        scheme: how the checkpoint stores the weights.
+        rank: place among the ``world_size`` ranks that share the channels of every expert.
+
+    Raises:
+        CoverageError: if the hidden size is no whole number of quantization groups.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        projections: Sequence[str],
+        widths_E: Sequence[int],
+        hidden: int,
+        scheme: ExpertScheme,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if scheme.group_size and hidden % scheme.group_size:
+            raise CoverageError(
+                f"{name} has hidden size {hidden}, no multiple of the quantization group size {scheme.group_size}: "
+                "quantize with a group size that divides it"
+            )
+        self.name, self.rank = name, rank
+        self.projections = dict(zip((GATE, UP, DOWN), projections, strict=True))
+        self.ranges_E = [
+            unit_range(width, scheme.shard_unit, rank, world_size, offset=expert)
+            for expert, width in enumerate(widths_E)
+        ]
+        self.stored = ExpertShapes(tuple(widths_E), hidden, scheme)
+        self.local = ExpertShapes(tuple(stop - start for start, stop in self.ranges_E), hidden, scheme)
+        self._expected: set[tuple[str, str, int]] = set()
+        self._loaded: set[tuple[str, str, int]] = set()
+
+    def create_parameters(self, layer: torch.nn.Module, dtype: torch.dtype, has_bias: bool) -> None:
+        """Register flat parameters on ``layer`` under vLLM's names: ``w13_weight``, ``w2_weight_packed`` and so on.
+
+        Args:
+            layer: the module that vLLM loads into.
+            dtype: of plain weights, scales and biases.
+            has_bias: whether the projections have biases.
+        """
+        dtypes = {"weight": dtype}
+        if self.stored.scheme.bits == 4:
+            # The shapes are checked against the widths and not kept: their parameters are empty.
+            dtypes = {"weight_packed": torch.int32, "weight_scale": dtype, "weight_shape": torch.int64}
+        if has_bias:
+            dtypes["bias"] = dtype
+        alive = [expert for expert, width in enumerate(self.stored.widths_E) if width]
+        parts: tuple[tuple[Part, tuple[str, ...]], ...] = (("w13", (GATE, UP)), ("w2", (DOWN,)))
+        for tensor, tensor_dtype in dtypes.items():
+            for part, shards in parts:
+                numel = 0 if tensor == "weight_shape" else self.local.numel(part, tensor)
+                parameter = torch.nn.Parameter(torch.zeros(numel, dtype=tensor_dtype), requires_grad=False)
+                parameter.weight_loader = partial(self.load, tensor)  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
+                layer.register_parameter(f"{part}_{tensor}", parameter)
+                self._expected |= {(tensor, shard, expert) for shard in shards for expert in alive}
+
+    def load(
+        self,
+        tensor: str,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,  # noqa: ARG002  # vLLM's signature
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copy this rank's part of one checkpoint tensor; vLLM calls it as the parameter's ``weight_loader``.
+
+        Raises:
+            CoverageError: for a tensor of another shape than the widths say, or one that comes twice.
+        """
+        key = (tensor, shard_id, expert_id)
+        if key in self._loaded:
+            raise CoverageError(f"{self._path(key)} came twice: the checkpoint holds it in two places, write it again")
+        expected = self._stored_shape(tensor, shard_id, expert_id)
+        found = tuple(loaded_weight.tolist()) if tensor == "weight_shape" else tuple(loaded_weight.shape)
+        if found != expected:
+            raise CoverageError(
+                f"{self._path(key)} has shape {list(found)}, expected {list(expected)} at width "
+                f"{self.stored.widths_E[expert_id]}: tensors and widths are not of one checkpoint, write it again"
+            )
+        if tensor != "weight_shape":
+            part = self._part_of_rank(loaded_weight, tensor, shard_id, expert_id)
+            self._matrix(param.data, tensor, shard_id, expert_id).copy_(part)
+        self._loaded.add(key)
+        return True if return_success else None
+
+    def check_complete(self) -> None:
+        """Make sure that every tensor came.
+
+        Raises:
+            CoverageError: naming the first ones that did not.
+        """
+        missing = sorted(self._expected - self._loaded, key=lambda key: (key[2], key[1], key[0]))
+        if missing:
+            names = ", ".join(self._path(key) for key in missing[:NAMES_IN_MESSAGE])
+            more = f" and {len(missing) - NAMES_IN_MESSAGE} more" if len(missing) > NAMES_IN_MESSAGE else ""
+            raise CoverageError(
+                f"{len(missing)} of {len(self._expected)} tensors of {self.name} are not in the checkpoint "
+                f"({names}{more}): copy the checkpoint again, or write it again"
+            )
+        self._loaded.clear()  # an engine may load its weights anew
+
+    def _stored_shape(self, tensor: str, shard_id: str, expert: int) -> tuple[int, ...]:
+        width, hidden = self.stored.widths_E[expert], self.stored.hidden
+        rows, channels = (hidden, width) if shard_id == DOWN else (width, hidden)
+        if tensor == "bias":
+            return (rows,)
+        return rows, channels if tensor == "weight_shape" else self.stored.columns(tensor, channels)
+
+    def _matrix(self, flat: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
+        if shard_id == DOWN:
+            return self.local.matrix(flat, "w2", tensor, expert)
+        gate_up, width = self.local.matrix(flat, "w13", tensor, expert), self.local.widths_E[expert]
+        return gate_up[:width] if shard_id == GATE else gate_up[width:]
+
+    def _part_of_rank(self, stored: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
+        start, stop = self.ranges_E[expert]
+        if tensor == "bias":
+            # The ranks' outputs are summed, so one of them adds the down bias.
+            stored = stored if shard_id != DOWN or self.rank == 0 else torch.zeros_like(stored)
+            stored = stored.unsqueeze(-1)
+        if shard_id != DOWN:
+            return stored[start:stop]
+        columns = self.local.shape("w2", tensor, expert)[1]
+        one_for_all = tensor == "bias" or (tensor == "weight_scale" and self.stored.scheme.group_size is None)
+        first = 0 if one_for_all else self.stored.columns(tensor, start)
+        return stored[:, first : first + columns]
+
+    def _path(self, key: tuple[str, str, int]) -> str:
+        tensor, shard_id, expert = key
+        return f"{self.name}.{expert}.{self.projections[shard_id]}.{tensor}"

@@ -1,0 +1,88 @@
+"""Opens checkpoints in a real vLLM engine: in the test's process, or as a program in a process of its own.
+
+python engine.py CHECKPOINTS.json    prints one JSON object a checkpoint: its log-probabilities or its error
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+REPOSITORY = Path(__file__).parents[2]
+ARTIFACTS = Path(os.environ.get("MOE_COVERAGE_ARTIFACTS", REPOSITORY / ".artifacts"))
+
+# Prompts are token ids, so that checkpoints need no tokenizer. One process unless a test asks for more.
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "disable_log_stats": True,
+    "distributed_executor_backend": "uni",
+}
+
+
+def checkpoint_path(name: str) -> Path:
+    """Directory of a checkpoint made beforehand.
+
+    Raises:
+        FileNotFoundError: a failure, not a skip, with what to do.
+    """
+    path = ARTIFACTS / name
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} is missing: run make_checkpoints.py beside this file, where llmcompressor is")
+    return path
+
+
+def checkpoint_dtype(path: Path) -> str:
+    """The dtype of a checkpoint, to be asked for in words: vLLM narrows float32 by default."""
+    return json.loads((path / "config.json").read_text())["dtype"]
+
+
+def expected_logprobs(path: Path) -> tuple[list[int], list[float]]:
+    """A prompt, and the log-probability of each next token as transformers computed it.
+
+    The file lies beside the directory: vLLM loads every safetensors file within.
+    """
+    with safe_open(path.with_name(f"{path.name}.expected.safetensors"), "pt") as file:
+        return file.get_tensor("prompt_ids").tolist(), file.get_tensor("prompt_logprobs").tolist()
+
+
+def open_engine(path: Path, **options: Any) -> Any:
+    """A real ``vllm.LLM`` on a checkpoint, in its dtype."""
+    from vllm import LLM
+
+    arguments: dict[str, Any] = OPTIONS | {"dtype": checkpoint_dtype(path)} | options
+    return LLM(str(path), **arguments)
+
+
+def prompt_logprobs(llm: Any, prompt_ids: list[int]) -> list[float]:
+    """Log-probability of each next token of a prompt; one token is generated too."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    output = llm.generate([{"prompt_token_ids": prompt_ids}], sampling, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 1
+    chosen = zip(output.prompt_logprobs[1:], prompt_ids[1:], strict=True)
+    return [logprobs[token].logprob for logprobs, token in chosen]
+
+
+def main() -> None:
+    """Open every checkpoint of a JSON file ``{path: options}`` in turn."""
+    for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
+        path = Path(name)
+        try:
+            found = prompt_logprobs(open_engine(path, **options), expected_logprobs(path)[0])
+            answer = {"path": name, "prompt_logprobs": found}
+        except Exception as error:
+            answer = {"path": name, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Random experts of unequal width: what a checkpoint stores of them, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+from moe_coverage_plugin.core.ragged import ExpertWeights
+from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
+
+PROJECTIONS = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
+
+
+def quantize(weight: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to symmetric int4 as a quantizer does: packed words, scales, and the weight that they stand for."""
+    rows, columns = weight.shape
+    groups = weight.view(rows, -1, group_size or columns)
+    scale = groups.abs().amax(-1, keepdim=True) / 7.5
+    values = (groups / scale).round().clamp(-8, 7)
+    stored = values.to(torch.int8).view(rows, columns)
+    return pack_to_int32(stored, num_bits=4).contiguous(), scale.squeeze(-1), (values * scale).view(rows, columns)
+
+
+class RaggedExperts:
+    """Random experts of given widths: what a checkpoint stores of them, and what they compute.
+
+    Attributes:
+        weights: the judge's experts, ``None`` where the width is 0.
+        tensors: ``(tensor, shard, expert)`` to the tensor in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        hidden: int = 64,
+        scheme: ExpertScheme | None = None,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+    ) -> None:
+        self.widths, self.hidden, self.scheme = list(widths), hidden, scheme or ExpertScheme()
+        self.dtype, self.bias = dtype, bias
+        self.tensors: dict[tuple[str, str, int], torch.Tensor] = {}
+        self.weights = [self._expert(e, width) if width else None for e, width in enumerate(widths)]
+
+    def _expert(self, expert: int, width: int) -> ExpertWeights:
+        shapes = {GATE: (width, self.hidden), UP: (width, self.hidden), DOWN: (self.hidden, width)}
+        weights = {shard: self._projection(expert, shard, shape) for shard, shape in shapes.items()}
+        biases = [self._bias(expert, shard, shapes[shard][0]) for shard in shapes] if self.bias else []
+        return ExpertWeights(weights[GATE], weights[UP], weights[DOWN], *biases)
+
+    def _projection(self, expert: int, shard: str, shape: tuple[int, int]) -> torch.Tensor:
+        weight = (torch.randn(shape) / shape[1] ** 0.5).to(self.dtype)
+        if self.scheme.bits == 16:
+            self.tensors["weight", shard, expert] = weight
+            return weight
+        packed, scale, rounded = quantize(weight, self.scheme.group_size)
+        self.tensors["weight_packed", shard, expert] = packed
+        self.tensors["weight_scale", shard, expert] = scale
+        self.tensors["weight_shape", shard, expert] = torch.tensor(shape)
+        return rounded
+
+    def _bias(self, expert: int, shard: str, rows: int) -> torch.Tensor:
+        self.tensors["bias", shard, expert] = bias = torch.randn(rows, dtype=self.dtype)
+        return bias
+
+    def storage(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
+        """Empty parameters for these experts on one rank, filled with NaN where that is possible."""
+        storage = ExpertStorage(
+            "mlp.experts", tuple(PROJECTIONS.values()), self.widths, self.hidden, self.scheme, rank, world_size
+        )
+        layer = torch.nn.Module()
+        storage.create_parameters(layer, self.dtype, self.bias)
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                parameter.data.fill_(torch.nan)
+        return storage, layer
+
+    def load(self, layer: torch.nn.Module, keys: Sequence[tuple[str, str, int]] | None = None) -> None:
+        """Hand checkpoint tensors to the loaders, as vLLM does."""
+        for tensor, shard, expert in self.tensors if keys is None else keys:
+            name = f"{'w2' if shard == DOWN else 'w13'}_{tensor}"
+            param = getattr(layer, name)
+            loaded = param.weight_loader(
+                param=param,
+                loaded_weight=self.tensors[tensor, shard, expert],
+                weight_name=f"mlp.experts.{name}",
+                shard_id=shard,
+                expert_id=expert,
+                return_success=True,
+            )
+            assert loaded is True

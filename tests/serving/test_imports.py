@@ -1,0 +1,23 @@
+"""Importing costs nothing until vLLM asks, and the serving half needs nothing of the compressing one."""
+
+import subprocess
+import sys
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_is_free() -> None:
+    modules = modules_after("import moe_coverage_plugin.serving")
+    assert not modules & {"torch", "vllm", "compressed_tensors", "transformers"}
+
+
+def test_registration_needs_no_toolkit() -> None:
+    modules = modules_after("from moe_coverage_plugin.serving import register; register()")
+    assert "vllm" in modules
+    assert "llmcompressor" not in modules
+    halves = {f"moe_coverage_plugin.{half}" for half in ("calibration", "surgery", "modifiers")}
+    assert not halves & modules

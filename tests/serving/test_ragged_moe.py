@@ -1,0 +1,171 @@
+import pytest
+import torch
+
+from moe_coverage_plugin.core.ragged import reference_moe
+from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, RaggedWeights, ragged_moe, routed_experts
+from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.storage import ExpertStorage
+from tests.serving.random_experts import RaggedExperts
+
+TOP_K = 2
+UGLY = [37, 0, 1, 128, 5, 64, 0, 99]  # nothing, one channel, the full width, and no multiple of anything
+BLOCKS = [32, 0, 64, 128, 96, 32, 0, 64]
+SCHEMES = [
+    (ExpertScheme(), UGLY),
+    (ExpertScheme(4, 32), BLOCKS),
+    (ExpertScheme(4, None), [40, 0, 8, 128, 24, 64, 0, 96]),
+]
+
+
+def route(widths: list[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing weights and expert numbers of random tokens; removed experts are never chosen."""
+    logits = torch.randn(tokens, len(widths)).masked_fill(torch.tensor(widths) == 0, -torch.inf)
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    return weights, ids.to(torch.int32)
+
+
+def parameters(experts: RaggedExperts, layer: torch.nn.Module) -> RaggedWeights:
+    tensor = "weight" if experts.scheme.bits == 16 else "weight_packed"
+    optional = ("w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+    weights = getattr(layer, f"w13_{tensor}"), getattr(layer, f"w2_{tensor}")
+    return RaggedWeights(*weights, *(getattr(layer, name, None) for name in optional))
+
+
+def forward(
+    experts: RaggedExperts,
+    storage: ExpertStorage,
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str = "silu",
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    return ragged_moe(
+        x,
+        weights,
+        ids,
+        *parameters(experts, layer),
+        widths_E=list(storage.local.widths_E),
+        group_size=experts.scheme.group_size or 0,
+        activation=activation,
+        weight_on_input=weight_on_input,
+    )
+
+
+def loaded(experts: RaggedExperts, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
+    storage, layer = experts.storage(rank, world_size)
+    experts.load(layer)
+    storage.check_complete()
+    return storage, layer
+
+
+def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return reference_moe(x, ids, weights, experts.weights, torch.nn.functional.silu)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, bias: bool) -> None:
+    experts = RaggedExperts(widths, scheme=scheme, bias=bias)
+    x, (weights, ids) = torch.randn(tokens, experts.hidden), route(widths, tokens)
+    found = forward(experts, *loaded(experts), x, weights, ids)
+    torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    experts = RaggedExperts(UGLY, dtype=dtype)
+    x, (weights, ids) = torch.randn(64, experts.hidden).to(dtype), route(UGLY, 64)
+    found, expected = forward(experts, *loaded(experts), x, weights, ids), judge(experts, x, weights, ids)
+    assert found.dtype == dtype
+    # Three roundings to dtype lie between input and output, of values up to the largest output.
+    scale = 3 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=scale)
+
+
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+def test_all_tokens_to_the_same_experts(scheme: ExpertScheme, widths: list[int]) -> None:
+    experts = RaggedExperts(widths, scheme=scheme)
+    x, (weights, _) = torch.randn(17, experts.hidden), route(widths, 17)
+    ids = torch.tensor([[2, 3]]).expand(17, TOP_K)
+    found = forward(experts, *loaded(experts), x, weights, ids)
+    torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens() -> None:
+    experts = RaggedExperts(UGLY)
+    x, (weights, ids) = torch.randn(0, experts.hidden), route(UGLY, 0)
+    assert forward(experts, *loaded(experts), x, weights, ids).shape == (0, experts.hidden)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_size: int, bias: bool) -> None:
+    experts = RaggedExperts(widths, scheme=scheme, bias=bias)
+    x, (weights, ids) = torch.randn(32, experts.hidden), route(widths, 32)
+    parts = [forward(experts, *loaded(experts, rank, world_size), x, weights, ids) for rank in range(world_size)]
+    torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+def test_same_sum_while_the_routing_is_unknown(
+    scheme: ExpertScheme, widths: list[int], bias: bool, weight_on_input: bool
+) -> None:
+    experts = RaggedExperts(widths, scheme=scheme, bias=bias)
+    storage, layer = loaded(experts)
+    x, (weights, ids) = torch.randn(16, experts.hidden), route(widths, 16)
+    x[3] = 1e30  # experts that this token is not routed to overflow
+    arguments = (x, weights[:, :1], ids[:, :1], parameters(experts, layer), storage.local, ACTIVATIONS["silu"])
+    known, unknown = (routed_experts(*arguments, weight_on_input, routing_known) for routing_known in (True, False))
+    torch.testing.assert_close(unknown, known, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert unknown[:3].isfinite().all()
+
+
+def test_padding_adds_nothing() -> None:
+    experts = RaggedExperts(UGLY)
+    x, (weights, ids) = torch.randn(8, experts.hidden), route(UGLY, 8)
+    ids[5:] = -1
+    found = forward(experts, *loaded(experts), x, weights, ids)
+    torch.testing.assert_close(found[:5], judge(experts, x[:5], weights[:5], ids[:5]), rtol=1e-5, atol=1e-5)
+    assert not found[5:].any()
+
+
+def test_weight_on_input() -> None:
+    experts = RaggedExperts(UGLY)
+    x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
+    weights, ids = weights[:, :1], ids[:, :1]
+    found = forward(experts, *loaded(experts), x, weights, ids, weight_on_input=True)
+    expected = judge(experts, x * weights, torch.ones_like(weights), ids)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    experts = RaggedExperts(UGLY)
+    x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
+    found = forward(experts, *loaded(experts), x, weights, ids, activation)
+    expected = reference_moe(x, ids, weights, experts.weights, ACTIVATIONS[activation])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+def test_operator_is_well_formed(scheme: ExpertScheme, widths: list[int]) -> None:
+    experts = RaggedExperts(widths, scheme=scheme)
+    storage, layer = loaded(experts)
+    weights, ids = route(widths, 4)
+    arguments = (
+        torch.randn(4, experts.hidden),
+        weights,
+        ids,
+        *parameters(experts, layer),
+        list(storage.local.widths_E),
+        scheme.group_size or 0,
+        "silu",
+        False,
+    )
+    torch.library.opcheck(ragged_moe, arguments)
