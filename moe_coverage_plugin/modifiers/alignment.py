@@ -39,6 +39,14 @@ class AlignmentModifier(PlanModifier):
 
     _coverage: CoverageModifier = PrivateAttr()
 
+    @property
+    def width_multiple(self) -> int:
+        return self.block_size
+
+    @property
+    def narrowest(self) -> int:
+        return max(self.block_size, self.min_width)
+
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
         self._coverage = predecessor(self, CoverageModifier)
@@ -46,9 +54,9 @@ class AlignmentModifier(PlanModifier):
         check_alignment(self.block_size, self.min_width, intermediate_size)
         if not 0 <= self.min_width <= intermediate_size:
             raise CoverageError(
-                f"min_width is {self.min_width}, it must lie between 0 and the expert width {intermediate_size}"
+                f"min_width is {self.min_width}, it must lie between 0 and the expert width {intermediate_size}: "
+                "lower it"
             )
-        self._coverage.require_channels(min_width=max(self.block_size, self.min_width))
         return True
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:

@@ -11,15 +11,17 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import Field, PrivateAttr
 from torch import Tensor
 
+from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.observer import BlockObserver, gather_scores
 from moe_coverage_plugin.calibration.scores import AttributionScores
-from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches
+from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches, data_hash
 from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
@@ -62,6 +64,7 @@ class AttributionModifier(Modifier):
     _observers: list[BlockObserver] = PrivateAttr(default_factory=list)
     _layer_loss_L: Tensor | None = PrivateAttr(default=None)
     _scores: AttributionScores | None = PrivateAttr(default=None)
+    _calibration: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def blocks(self) -> list[ExpertBlock]:
@@ -80,6 +83,11 @@ class AttributionModifier(Modifier):
         return self._scores
 
     @property
+    def calibration(self) -> dict[str, Any]:
+        """What the scores were measured on: hash of the token ids and number of batches."""
+        return self._calibration
+
+    @property
     def expert_scores(self) -> Tensor:
         """The chosen expert importance, ``[L, E]``."""
         first_order = self.expert_importance == "first_order"
@@ -92,6 +100,11 @@ class AttributionModifier(Modifier):
         uniform_shape(self._blocks)
         self._refuse_quantized()
         check_batches(state.data.calib)
+        keep_causal_mask(state.model)
+        return True
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        forget_causal_mask(state.model)
         return True
 
     def _check_options(self) -> None:
@@ -131,10 +144,15 @@ class AttributionModifier(Modifier):
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
         assert state.data.calib is not None
-        batches = list(state.data.calib)
+        # the pass that follows draws its samples anew: it must see these, in this order
+        with torch.random.fork_rng(devices=[]):
+            batches = list(state.data.calib)
+        self._calibration = {"calibration_sha256": data_hash(batches), "calibration_batches": len(batches)}
         if self.layer_noise is not None:
             chosen = batches[: self.layer_batches]
-            self._layer_loss_L = layer_loss_rise(state.model, self._blocks, chosen, self.layer_noise)
+            # a pass before this one turns on the quantizers that follow, and they are not calibrated yet
+            with DisableQuantization(state.model):
+                self._layer_loss_L = layer_loss_rise(state.model, self._blocks, chosen, self.layer_noise)
         self._register_observers(state, TokenMask(batches))
 
     def _register_observers(self, state: State, token_mask: TokenMask) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
 from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -19,16 +21,17 @@ from torch.nn import Linear
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, projections
-from moe_coverage_plugin.calibration.token_mask import data_hash
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections
 from moe_coverage_plugin.core.ragged import kept_channels, prefix_scores
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around, running_oneshot
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.surgery.checkpoint import PruningRecord, check_output, save_with_manifest
+from moe_coverage_plugin.surgery.expert_names import check_quantizable
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.router import mask_router
 
@@ -40,10 +43,9 @@ class ChannelPruningModifier(Modifier):
 
     Args:
         layout: ``ragged`` stores every expert at its own width. ``padded`` appends zero channels up to the widest
-            expert, so that stock engines load it, at no saving. ``uniform`` gives all experts the average width and
-            their best
-            channels: stock engines load it and save memory. A stock router cannot be masked, so the latter two remove
-            no expert whole.
+            expert, so that stock engines load it, at no saving. ``uniform`` gives all experts the average width of the
+            budget and their best channels: stock engines load it and save memory. A stock router cannot be masked, so
+            the latter two remove no expert whole, and one width must do for all, so they leave no layer out.
 
     Example recipe::
 
@@ -63,12 +65,35 @@ class ChannelPruningModifier(Modifier):
         self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
         before, after = recipe_around(self)
         _refuse_neighbours(before, after)
-        block_size = self._planner.block_size if isinstance(self._planner, AlignmentModifier) else 1
-        check_quantizers(state.model, self._coverage.attribution.blocks, after, block_size)
-        self._check_output(state.model, quantized=any(isinstance(other, QuantizationMixin) for other in after))
+        self._coverage.require_channels(self._planner.narrowest)
+        self._check_layout()
+        check_quantizers(state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple)
+        quantized = any(isinstance(other, QuantizationMixin) for other in after)
+        if quantized:
+            check_quantizable(state.model)
+        self._check_output(state.model, quantized)
         ours = [other for other in (*before, self) if is_ours(other)]
         self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
         return True
+
+    @property
+    def _uniform_width(self) -> int:
+        """Channels that the budget leaves every expert, in whole blocks."""
+        experts = self._coverage.total_channels // self._coverage.attribution.intermediate_size
+        average = self._coverage.budget // experts
+        return average - average % self._planner.width_multiple
+
+    def _check_layout(self) -> None:
+        if self.layout != "ragged" and (ignore := self._coverage.attribution.ignore):
+            raise CoverageError(
+                f"layout={self.layout!r} stores one width for the whole model, but ignore={ignore} leaves layers at "
+                "theirs: empty ignore, or use layout='ragged'"
+            )
+        if self.layout == "uniform" and self._uniform_width == 0:
+            raise CoverageError(
+                f"layout='uniform' with sparsity={self._coverage.sparsity} would give every expert less than one "
+                f"block of {self._planner.width_multiple} channels: lower sparsity or block_size"
+            )
 
     def _check_output(self, model: PreTrainedModel, quantized: bool) -> None:
         run = running_oneshot()
@@ -92,11 +117,13 @@ class ChannelPruningModifier(Modifier):
         for block, kept_E in tqdm(list(zip(blocks, kept_LE, strict=True)), desc="Pruning channels"):
             prune_block(block, kept_E, padded_width)
             mask_router(block)
+        # oneshot has done so; where a session is driven by hand nobody has
+        modify_save_pretrained(state.model)
         record = PruningRecord(
             layout=self.layout,
             intermediate_size=plan.scores.channels_LEI.shape[-1],
-            block_size=plan.block_size,
-            provenance=self._provenance(state),
+            block_size=_common_divisor(state.model, plan.block_size),
+            provenance=self._provenance(state.model),
             report=_report(plan, widths_LE),
             companions=_tokenizer_of_run(),
         )
@@ -113,44 +140,44 @@ class ChannelPruningModifier(Modifier):
         if self.layout == "ragged":
             return plan.widths_LE
         if self.layout == "padded":
-            revived = int((plan.widths_LE == 0).sum())
-            if revived:
-                logger.warning(
-                    f"layout='padded' cannot remove experts: {revived} keep {plan.block_size} channels instead of none"
-                )
-            return plan.widths_LE.clamp(min=plan.block_size)
-        average = int(plan.widths_LE.sum()) // plan.widths_LE.numel()
-        width = average - average % plan.block_size
-        if width == 0:
-            raise CoverageError(
-                f"layout='uniform' would give every expert {average} channels, less than one block of "
-                f"{plan.block_size}: lower sparsity or block_size"
+            widths_LE = plan.widths_LE.clamp(min=plan.block_size)
+        else:
+            widths_LE = torch.full_like(plan.widths_LE, self._uniform_width)
+        if revived := int((plan.widths_LE == 0).sum()):
+            logger.warning(
+                f"layout={self.layout!r} cannot remove experts: {revived} keep {int(widths_LE.min())} channels "
+                "instead of none"
             )
-        return torch.full_like(plan.widths_LE, width)
+        return widths_LE
 
-    def _provenance(self, state: State) -> dict[str, Any]:
-        batches = state.data.calib
-        assert batches is not None, "AttributionModifier refuses an absent calibration set"
+    def _provenance(self, model: PreTrainedModel) -> dict[str, Any]:
         packages = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
         return {
-            "model": state.model.config._name_or_path,
+            "model": model.config._name_or_path,
             "recipe": self._recipe,
-            "calibration_sha256": data_hash(batches),
-            "calibration_batches": len(batches),
+            **self._coverage.attribution.calibration,
             "torch_seed": torch.initial_seed(),
             "versions": {package: version(package) for package in packages},
         }
 
 
 def _refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier]) -> None:
-    if any(isinstance(other, QuantizationMixin) for other in before):
+    if quantizer := next((type(other).__name__ for other in before if isinstance(other, QuantizationMixin)), None):
         raise CoverageError(
-            "a quantizer stands before ChannelPruningModifier: prune first, then quantize what is left"
+            f"{quantizer} stands before ChannelPruningModifier: prune first, then quantize what is left"
         )
-    if any(isinstance(other, REAPPruningModifier) for other in after):
+    if any(isinstance(other, ChannelPruningModifier) for other in before):
         raise CoverageError(
-            "REAPPruningModifier stands after ChannelPruningModifier and would renumber its experts: put it before "
-            "AttributionModifier"
+            "the recipe has two ChannelPruningModifier, but scores of pruned experts cannot be compared: prune once, "
+            "at the sparsity that is wanted in the end"
+        )
+    if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
+        raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
+    first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
+    if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
+        raise CoverageError(
+            "REAPPruningModifier stands after AttributionModifier and would renumber the experts that it scored: put "
+            "it before AttributionModifier"
         )
 
 
@@ -170,6 +197,11 @@ def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
             f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
             "lower sparsity or min_width"
         )
+
+
+def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
+    """What all widths are multiples of, those of layers left as they were included."""
+    return math.gcd(block_size, *(width for block in find_expert_blocks(model) for width in block.widths))
 
 
 def model_bytes(model: torch.nn.Module) -> int:
@@ -201,4 +233,10 @@ def _report(plan: WidthPlan, widths_LE: Tensor) -> dict[str, Any]:
         }
         for layer, name in enumerate(plan.scores.names)
     }
-    return {"blocks": blocks, "experts_without_tokens": plan.scores.unreached, "plan": plan.notes}
+    kept_for_layout = int(((plan.widths_LE == 0) & (widths_LE > 0)).sum())
+    return {
+        "blocks": blocks,
+        "experts_without_tokens": plan.scores.unreached,
+        "experts_kept_for_layout": kept_for_layout,
+        "plan": plan.notes,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -75,26 +76,36 @@ class CoverageModifier(PlanModifier):
         if self.uses_layer_loss and self.attribution.layer_noise is None:
             raise CoverageError(
                 f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves "
-                "unmeasured: set "
-                'AttributionModifier.layer_noise, or layer_prior="uniform"'
+                'unmeasured: set layer_noise of AttributionModifier, or inter_layer="coverage" with '
+                'layer_prior="uniform"'
             )
-        self.require_channels(min_width=1)
         return True
+
+    @property
+    def total_channels(self) -> int:
+        """Channels of all observed experts."""
+        return sum(block.num_experts for block in self.attribution.blocks) * self.attribution.intermediate_size
+
+    @property
+    def budget(self) -> int:
+        """Channels to keep of :attr:`total_channels`."""
+        return channel_budget(self.total_channels, self.sparsity)
 
     def require_channels(self, min_width: int) -> None:
         """Refuse a budget too small for every layer to keep ``top_k`` experts of ``min_width`` channels.
 
         Raises:
-            CoverageError: as said; the sparsity that would do is named.
+            CoverageError: as said; a sparsity that leaves every expert ``min_width`` channels is named.
         """
-        blocks, intermediate_size = self.attribution.blocks, self.attribution.intermediate_size
-        total = sum(block.num_experts for block in blocks) * intermediate_size
+        blocks = self.attribution.blocks
         needed = sum(block.top_k for block in blocks) * min_width
-        if (budget := channel_budget(total, self.sparsity)) < needed:
+        if self.budget < needed:
+            # rounded down, so that the number named does what is said
+            enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
             raise CoverageError(
-                f"sparsity={self.sparsity} leaves {budget} of {total} expert channels, but {len(blocks)} layers that "
-                f"route every token to {blocks[0].top_k} experts need at least {needed}: lower it to "
-                f"{1 - needed / total:.3f} or less"
+                f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
+                f"{len(blocks)} layers that route every token to {blocks[0].top_k} experts need at least {needed}: "
+                f"lower it, for instance to {enough}, which leaves every expert {min_width} on average"
             )
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -111,9 +122,9 @@ class CoverageModifier(PlanModifier):
         self._plan = WidthPlan(scores, widths_LE, notes=notes)
         logger.info(f"Coverage keeps {int(widths_LE.sum())} of {scores.channels_LEI.numel()} expert channels")
 
-    def _layer_importance(self, scores: AttributionScores) -> Tensor | None:
+    def _layer_importance(self, scores: AttributionScores) -> Tensor:
         if not self.uses_layer_loss:
-            return None
+            return torch.ones(len(scores.names), dtype=torch.float64)
         assert scores.layer_loss_L is not None
         return smooth(scores.layer_loss_L, self.smoothing)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from llmcompressor.core import active_session
 from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modifiers import Modifier
+from pydantic import ValidationError
 
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -29,13 +30,15 @@ def running_oneshot() -> Oneshot | None:
 
 
 def is_ours(modifier: Modifier) -> bool:
-    """Whether a modifier belongs to this package."""
-    return type(modifier).__module__.startswith(__package__ or "")
+    """Whether a modifier belongs to this package, or is a subclass of one that does."""
+    return any(cls.__module__.startswith(f"{__package__}.") for cls in type(modifier).__mro__)
 
 
 def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
-    """The recipe's modifiers before and after ``modifier``. Only while a recipe initializes: later, passes hide "
-    "others."""
+    """The recipe's modifiers before and after ``modifier``.
+
+    Only while a recipe initializes: later, a pass of one modifier hides the others.
+    """
     modifiers = active_session().lifecycle.recipe.modifiers
     index = next(i for i, other in enumerate(modifiers) if other is modifier)
     return modifiers[:index], modifiers[index + 1 :]
@@ -60,14 +63,20 @@ def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
 
 
 def prepare(modifier: Modifier) -> None:
-    """What each of our modifiers does first when a recipe initializes: take ``recipe_args``, refuse a shared pass.
+    """What each of our modifiers does first when a recipe initializes: take ``recipe_args``, check the pipeline.
 
     Raises:
-        CoverageError: see :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
+        CoverageError: the pipeline shows no data; see also :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
     """
     apply_recipe_args(modifier)
     run = running_oneshot()
-    if run is not None and str(run.dataset_args.pipeline).lower() != "independent":
+    pipeline = str(run.dataset_args.pipeline).lower() if run is not None else "independent"
+    if pipeline == "datafree":
+        raise CoverageError(
+            f"{type(modifier).__name__} works from calibration data, of which pipeline='datafree' shows none: use "
+            'pipeline="independent", the default of oneshot'
+        )
+    if pipeline != "independent":
         refuse_shared_pass(modifier)
 
 
@@ -81,8 +90,8 @@ def refuse_shared_pass(modifier: Modifier) -> None:
     if strangers:
         raise CoverageError(
             f"{type(modifier).__name__} shares one calibration pass with {', '.join(strangers)}, which would be "
-            "calibrated on "
-            'experts of the old width: give every modifier its own with pipeline="independent", the default of oneshot'
+            'calibrated on experts of the old width: give every modifier its own with pipeline="independent", the '
+            "default of oneshot"
         )
 
 
@@ -92,8 +101,7 @@ def apply_recipe_args(modifier: Modifier) -> None:
     The toolkit accepts the argument but applies it to nothing, so a name that none of our modifiers has is refused.
 
     Raises:
-        CoverageError: an unknown name.
-        pydantic.ValidationError: a value that the field does not take.
+        CoverageError: an unknown name, or a value that the field does not take.
     """
     recipe = active_session().lifecycle.recipe
     inherited = set(Modifier.model_fields)
@@ -101,6 +109,13 @@ def apply_recipe_args(modifier: Modifier) -> None:
     if unknown := sorted(set(recipe.args) - known):
         raise CoverageError(f"recipe_args {', '.join(unknown)} override nothing: known are {', '.join(sorted(known))}")
     overrides = {name: value for name, value in recipe.args.items() if name in type(modifier).model_fields}
-    checked = type(modifier).model_validate(modifier.model_dump(exclude=inherited) | overrides)
+    try:
+        checked = type(modifier).model_validate(modifier.model_dump(exclude=inherited) | overrides)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = ".".join(map(str, first["loc"]))
+        raise CoverageError(
+            f"recipe_args give {type(modifier).__name__} {names}={first['input']!r}: {first['msg']}"
+        ) from error
     for name in overrides:
         setattr(modifier, name, getattr(checked, name))

@@ -34,7 +34,7 @@ class WidthPlan:
             if live < top_k:
                 raise CoverageError(
                     f"{name} would keep {live} experts but its router picks {top_k} for every token: lower sparsity "
-                    "or min_width"
+                    'or min_width, or give all layers the same budget with inter_layer="uniform"'
                 )
 
 
@@ -42,6 +42,16 @@ class PlanModifier(Modifier):
     """A modifier that decides widths and changes no model: coverage and alignment."""
 
     _plan: WidthPlan | None = PrivateAttr(default=None)
+
+    @property
+    def width_multiple(self) -> int:
+        """Channels that every width will be a multiple of."""
+        return 1
+
+    @property
+    def narrowest(self) -> int:
+        """The fewest channels that an expert can keep without being removed."""
+        return 1
 
     @property
     def plan(self) -> WidthPlan:

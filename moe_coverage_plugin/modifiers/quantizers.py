@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -69,7 +70,10 @@ def _check_block(name: str, block: ExpertBlock, scheme_of: dict[Module, Quantiza
         return
     hidden_size = linears[0].in_features
     if hidden_size % group_size:
-        raise CoverageError(f"{name} has group_size {group_size}, which does not divide the hidden size {hidden_size}")
+        raise CoverageError(
+            f"{name} has group_size {group_size}, which does not divide the hidden size {hidden_size}: choose one "
+            f"that does, for instance {math.gcd(group_size, hidden_size)}"
+        )
     if block_size % group_size:
         raise CoverageError(
             f"{name} has group_size {group_size} but widths will be multiples of {block_size}: add "

@@ -1,0 +1,59 @@
+"""Tiny models on disk, and what the toolkit logs. The helpers of these tests lie in ``harness.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import harness
+import pytest
+import torch
+from loguru import logger
+from transformers import PreTrainedModel
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # the tensors are tiny, and sums must not depend on how many threads share them
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE: 2 layers of 8 experts with 256 channels, top-2, hidden size 128."""
+    return harness.save_tiny(tmp_path_factory.mktemp("source") / "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def shared_expert_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2-MoE of the same shape, with shared experts and the gate of one output in front of them."""
+    return harness.save_tiny(tmp_path_factory.mktemp("source") / "qwen2_moe", "qwen2_moe")
+
+
+@pytest.fixture(scope="session")
+def _opened() -> dict[Path, PreTrainedModel]:
+    return {}
+
+
+@pytest.fixture
+def pristine(source: Path, _opened: dict[Path, PreTrainedModel]):
+    """One model for all tests of refusals, which check that it is left as it was."""
+    if source not in _opened:
+        _opened[source] = harness.open_linear(source)
+    yield _opened[source]
+    if set(harness.flat_widths(_opened[source])) != {harness.CHANNELS}:
+        del _opened[source]  # a test failed; the others shall not fail with it
+
+
+@pytest.fixture
+def log():
+    """Messages logged during a test, each as ``LEVEL message``."""
+    messages: list[str] = []
+    sink = logger.add(lambda message: messages.append(str(message).rstrip()), format="{level} {message}", level="INFO")
+    yield messages
+    logger.remove(sink)

@@ -1,0 +1,119 @@
+"""Runs of the real toolkit on tiny models, and what the tests compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from llmcompressor.modifiers import Modifier
+from tiny import VOCAB, save_model, token_batches
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moe_coverage_plugin import (
+    AlignmentModifier,
+    AttributionModifier,
+    ChannelPruningModifier,
+    CoverageError,
+    CoverageModifier,
+)
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+
+LAYERS, EXPERTS, CHANNELS, TOP_K = 2, 8, 256, 2
+BLOCK = 64
+# 4 bits in groups that BLOCK is a multiple of
+W4_GROUP_64: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64},
+        }
+    },
+    "ignore": ["lm_head", "re:.*shared_expert_gate$"],
+}
+
+
+def save_tiny(directory: Path, family: str = "qwen3_moe", **config: Any) -> Path:
+    """A model small enough for a whole ``oneshot`` to take half a second."""
+    return save_model(directory, family, **{"num_hidden_layers": LAYERS, "moe_intermediate_size": CHANNELS} | config)
+
+
+def open_linear(source: Path) -> PreTrainedModel:
+    """The model with its experts as linear modules, as ``oneshot`` prepares it."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    linearize_moe(model)
+    return model.eval()
+
+
+def pruning(
+    sparsity: float = 0.25,
+    block_size: int | None = BLOCK,
+    layout: Any = "ragged",
+    ignore: Sequence[str] = (),
+    **coverage: Any,
+) -> list[Modifier]:
+    """Our modifiers, in order; without alignment where ``block_size`` is ``None``.
+
+    Layers share the budget evenly: of a random model the loss may fall when a layer fades, which leaves it nothing.
+    """
+    alignment = [] if block_size is None else [AlignmentModifier(block_size=block_size, min_width=block_size)]
+    return [
+        AttributionModifier(ignore=list(ignore)),
+        CoverageModifier(sparsity=sparsity, **{"inter_layer": "uniform"} | coverage),
+        *alignment,
+        ChannelPruningModifier(layout=layout),
+    ]
+
+
+def compress(model: PreTrainedModel | Path, recipe: Any, **options: Any) -> PreTrainedModel:
+    """A real ``oneshot`` on four short samples, in one order: float sums depend on it."""
+    defaults = {"dataset": token_batches(samples=4, length=24), "shuffle_calibration_samples": False}
+    return oneshot(model=str(model) if isinstance(model, Path) else model, recipe=recipe, **defaults | options)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    """Logits of two fixed sequences."""
+    ids = torch.randint(2, VOCAB, (2, 16), generator=torch.Generator().manual_seed(5))
+    return model.eval()(ids).logits
+
+
+def widths(model: PreTrainedModel) -> list[list[int]]:
+    """Channels of every expert of every layer, as the modules have them."""
+    return [block.widths for block in find_expert_blocks(model)]
+
+
+def flat_widths(model: PreTrainedModel) -> list[int]:
+    """The same in one list."""
+    return [width for layer in widths(model) for width in layer]
+
+
+def refusal(model: PreTrainedModel | Path, recipe: Any, output: Path, **options: Any) -> str:
+    """The message with which a run is refused, having checked that it happened before anything did.
+
+    No forward pass ran, all weights are bit-identical, and the output directory is as it was.
+    """
+    model = open_linear(model) if isinstance(model, Path) else model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    output_before = output.is_dir() and sorted(output.iterdir())
+    calls: list[None] = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(None))
+    try:
+        with pytest.raises(CoverageError) as caught:
+            compress(model, recipe, output_dir=str(output), **options)
+    finally:
+        handle.remove()
+    assert not calls, "calibration had begun"
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert (output.is_dir() and sorted(output.iterdir())) == output_before
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not re.search(r"\w\. ", message), "one sentence"
+    return message

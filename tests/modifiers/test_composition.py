@@ -1,0 +1,148 @@
+"""Our modifiers together with the toolkit's own: one recipe gives what separate runs give."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.pruning import REAPPruningModifier, WandaPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
+from transformers import AutoModelForCausalLM, PreTrainedModel, conversion_mapping
+
+from moe_coverage_plugin import CoverageError, Manifest, load
+from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
+
+COMPANIONS: dict[str, Any] = {
+    "quantization": lambda: [QuantizationModifier(**W4_GROUP_64)],
+    "gptq": lambda: [GPTQModifier(**W4_GROUP_64)],
+    "awq": lambda: [AWQModifier(n_grid=2), QuantizationModifier(**W4_GROUP_64)],
+    "smoothquant": lambda: [SmoothQuantModifier(), QuantizationModifier(**W4_GROUP_64)],
+    "channelwise": lambda: [QuantizationModifier(targets=["Linear"], scheme="W8A16", ignore=["lm_head"])],
+    "wanda": lambda: [WandaPruningModifier(sparsity=0.5, targets=["re:.*q_proj$"])],
+}
+
+
+needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="the toolkit's AWQ needs one")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_accelerator if n == "awq" else ()) for n in COMPANIONS])
+def test_one_recipe_equals_two_runs(source: Path, tmp_path: Path, name: str):
+    companions = COMPANIONS[name]
+    block_size = 128 if name == "channelwise" else 64
+    together = compress(source, [*pruning(0.3, block_size), *companions()], output_dir=str(tmp_path / "together"))
+    pruned = compress(source, pruning(0.3, block_size))
+    assert widths(together) == widths(pruned)
+    in_turn = compress_causally(pruned, companions(), output_dir=str(tmp_path / "in_turn"))
+    assert torch.equal(logits(together), logits(in_turn))
+
+    reopened = load(tmp_path / "together")
+    assert torch.equal(logits(reopened), logits(load(tmp_path / "in_turn")))
+    assert torch.equal(logits(reopened), logits(together))
+
+
+def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> PreTrainedModel:
+    """A run of the toolkit's modifiers alone, which would calibrate without a causal mask where ours do not care."""
+    keep_causal_mask(model)
+    try:
+        return compress(model, recipe, **options)
+    finally:
+        forget_causal_mask(model)
+
+
+def recorded(output: Path) -> dict[str, dict[str, Any]]:
+    """Modifier name -> options, over all stages of the written recipe."""
+    stages = yaml.unsafe_load((output / "recipe.yaml").read_text())  # the toolkit writes GPTQ's enum as a Python tag
+    groups = [group for stage in stages.values() for group in stage.values()]
+    return {name: options for group in groups for name, options in group.items()}
+
+
+def test_recipe_in_the_output_records_all(source: Path, tmp_path: Path):
+    output = tmp_path / "out"
+    compress(source, [*pruning(0.3), *COMPANIONS["gptq"]()], output_dir=str(output))
+    recipe = recorded(output)
+    assert list(recipe) == [
+        "AttributionModifier",
+        "CoverageModifier",
+        "AlignmentModifier",
+        "ChannelPruningModifier",
+        "GPTQModifier",
+    ]
+    assert recipe["AttributionModifier"]["layer_noise"] == 1.0
+    assert recipe["CoverageModifier"]["sparsity"] == 0.3
+    assert recipe["AlignmentModifier"]["block_size"] == 64
+    assert recipe["GPTQModifier"]["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    provenance = Manifest.from_checkpoint(output).provenance
+    ours = {name: options for entry in provenance["recipe"] for name, options in entry.items()}
+    for name, options in ours.items():
+        assert {key: recipe[name][key] for key in options if options[key] is not None} == {
+            key: value for key, value in options.items() if value is not None
+        }
+
+
+def test_written_recipe_repeats_the_run(source: Path, tmp_path: Path):
+    first = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()], output_dir=str(tmp_path / "out"))
+    again = compress(source, str(tmp_path / "out" / "recipe.yaml"))
+    assert torch.equal(logits(first), logits(again))
+
+
+# --- REAP
+
+
+def test_reap_before_pruning(source: Path, tmp_path: Path):
+    output = tmp_path / "out"
+    recipe: list[Modifier] = [REAPPruningModifier(sparsity=0.25), *pruning(0.3), *COMPANIONS["quantization"]()]
+    model = compress(source, recipe, output_dir=str(output))
+    assert model.config.num_experts == EXPERTS * 3 // 4
+    manifest = Manifest.from_checkpoint(output)
+    assert [len(layer) for layer in manifest.widths.values()] == [EXPERTS * 3 // 4] * LAYERS
+    assert list(manifest.widths.values()) == widths(model)
+    assert torch.equal(logits(load(output)), logits(model))
+
+
+def test_reap_before_pruning_equals_two_runs(source: Path):
+    together = compress(source, [REAPPruningModifier(sparsity=0.25), *pruning(0.3)])
+    in_turn = compress(compress_causally(open_linear(source), REAPPruningModifier(sparsity=0.25)), pruning(0.3))
+    assert torch.equal(logits(together), logits(in_turn))
+
+
+def test_reap_in_a_later_run_stops_where_experts_were_removed(source: Path, tmp_path: Path):
+    pruned = compress(source, pruning(0.6))
+    assert any(0 in layer for layer in widths(pruned))
+    with pytest.raises(CoverageError, match=r"remove whole experts \(REAP\) before pruning channels"):
+        compress(pruned, REAPPruningModifier(sparsity=0.25), output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_reap_in_a_later_run(source: Path, tmp_path: Path):
+    pruned = compress(source, pruning(0.1, None))
+    assert not any(0 in layer for layer in widths(pruned))
+    output = tmp_path / "out"
+    model = compress(pruned, REAPPruningModifier(sparsity=0.25), output_dir=str(output))
+    assert {len(layer) for layer in widths(model)} == {EXPERTS * 3 // 4}
+    assert torch.equal(logits(load(output)), logits(model))
+
+
+# --- models as the toolkit offers them
+
+
+def test_model_object_of_load_quantizable_moe(source: Path, monkeypatch: pytest.MonkeyPatch):
+    from_path = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()])
+    # transformers resolves these aliases while it patches classes, and they need torchvision
+    for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    # the toolkit leaves its conversion registered: models that are opened later would get random experts
+    known = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", dict(known))
+    with load_quantizable_moe():
+        model = AutoModelForCausalLM.from_pretrained(source)
+    from_object = compress(model, [*pruning(0.3), *COMPANIONS["quantization"]()])
+    assert torch.equal(logits(from_object), logits(from_path))

@@ -1,0 +1,89 @@
+"""The recipes that come with the package: found, run, saved, reopened, and part of an installed wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from harness import compress, logits, widths
+from tiny import save_model, token_batches
+
+from moe_coverage_plugin import CoverageError, Manifest, load, recipe_path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NAMES = sorted(file.stem for file in (REPOSITORY / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of 512 channels, four blocks of 128, in three layers."""
+    return save_model(tmp_path_factory.mktemp("wide") / "model")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_runs_and_reopens(wide: Path, tmp_path: Path, name: str):
+    recipe = recipe_path(name)
+    options = next(iter(yaml.safe_load(Path(recipe).read_text()).values()))["prune_modifiers"]
+    model = compress(wide, recipe, dataset=token_batches(), output_dir=str(tmp_path / "out"))
+    total = 3 * 8 * 512
+    budget = round((1 - options["CoverageModifier"]["sparsity"]) * total)
+    kept, block = sum(map(sum, widths(model))), options.get("AlignmentModifier", {}).get("block_size", 1)
+    assert kept == budget if block == 1 else 0.8 * budget < kept <= budget
+    assert Manifest.from_checkpoint(tmp_path / "out").block_size == block
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_path(name: str):
+    assert recipe_path(name) == recipe_path(f"{name}.yaml") == str(REPOSITORY / "recipes" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", ["coverage", "../pyproject", "", "coverage_p25_q4.yml"])
+def test_unknown_recipe(name: str):
+    with pytest.raises(CoverageError, match=r"known are .*coverage_p25_q4"):
+        recipe_path(name)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", directory]
+    subprocess.run([*build, REPOSITORY], check=True, cwd=directory)
+    return next(directory.glob("*.whl"))
+
+
+def test_wheel_holds_recipes_and_marker(wheel: Path):
+    files = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"moe_coverage_plugin/recipes/{name}.yaml" for name in NAMES} <= files
+    assert "moe_coverage_plugin/py.typed" in files
+    assert not [file for file in files if file.startswith(("tests", "benchmarks"))]
+
+
+def test_installed_package_finds_its_recipes(wheel: Path, tmp_path: Path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    # the finder is all that is asked for: the toolkit takes seconds to import
+    code = (
+        "import importlib.util, sys; find = importlib.util.find_spec;"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'llmcompressor' else find(name, *a);"
+        "import moe_coverage_plugin as m; print(m.__file__); [print(m.recipe_path(name)) for name in sys.argv[1:]]"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *NAMES],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    module, *paths = run.stdout.split()
+    package = tmp_path / "site" / "moe_coverage_plugin"
+    assert module == str(package / "__init__.py")
+    assert paths == [str(package / "recipes" / f"{name}.yaml") for name in NAMES]
+    assert all(
+        Path(path).read_text() == Path(recipe_path(name)).read_text() for name, path in zip(NAMES, paths, strict=True)
+    )

@@ -1,0 +1,356 @@
+"""Mistakes are told in one sentence, before anything is calibrated, changed or written."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from harness import BLOCK, CHANNELS, TOP_K, W4_GROUP_64, compress, open_linear, pruning, refusal, save_tiny, widths
+from llmcompressor.core import LifecycleCallbacks, active_session, reset_session
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.pruning import REAPPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from pydantic import ValidationError
+from tiny import COMMON, token_batches
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moe_coverage_plugin import (
+    AlignmentModifier,
+    AttributionModifier,
+    ChannelPruningModifier,
+    CoverageError,
+    CoverageModifier,
+)
+
+QUANTIZERS = [GPTQModifier, QuantizationModifier]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "parent" / "out"
+
+
+# --- order of the recipe
+
+
+@pytest.mark.parametrize("missing", [AttributionModifier, CoverageModifier])
+def test_missing_predecessor(pristine: PreTrainedModel, output: Path, missing: type):
+    recipe = [modifier for modifier in pruning() if not isinstance(modifier, missing)]
+    assert re.search(
+        rf"needs {missing.__name__} before it.*is missing: the order is", refusal(pristine, recipe, output)
+    )
+
+
+def test_alignment_needs_coverage(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, [AttributionModifier(), AlignmentModifier()], output)
+    assert "AlignmentModifier needs CoverageModifier before it" in message
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2), (3, 2, 1, 0)])
+def test_wrong_order(pristine: PreTrainedModel, output: Path, order: tuple[int, ...]):
+    recipe = pruning()
+    message = refusal(pristine, [recipe[index] for index in order], output)
+    assert re.search("needs .* before it in the recipe, which comes after it: the order is Attribution", message)
+
+
+def test_alignment_after_pruning_would_do_nothing(pristine: PreTrainedModel, output: Path):
+    attribution, coverage, alignment, channel_pruning = pruning()
+    message = refusal(pristine, [attribution, coverage, channel_pruning, alignment], output)
+    assert "AlignmentModifier stands after ChannelPruningModifier" in message
+
+
+def test_pruning_twice(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, [*pruning(), ChannelPruningModifier()], output)
+    assert "two ChannelPruningModifier" in message
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("position", range(4))
+def test_quantizer_before_pruning(source: Path, output: Path, quantizer: type, position: int):
+    recipe = pruning()
+    recipe.insert(position, quantizer(**W4_GROUP_64))
+    message = refusal(source, recipe, output)  # quantizers add scales when they initialize: a model of its own
+    assert re.search(rf"{quantizer.__name__} stands before .*prune first, then quantize", message)
+
+
+def test_reap_after_pruning(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, [*pruning(), REAPPruningModifier(sparsity=0.25)], output)
+    assert re.search("REAPPruningModifier stands after .*put it before AttributionModifier", message)
+
+
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_reap_amid_our_modifiers(pristine: PreTrainedModel, output: Path, position: int):
+    recipe = pruning()
+    recipe.insert(position, REAPPruningModifier(sparsity=0.25))
+    assert "put it before AttributionModifier" in refusal(pristine, recipe, output)
+
+
+# --- calibration passes
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
+def test_shared_pass_with_a_quantizer(pristine: PreTrainedModel, output: Path, quantizer: type, pipeline: str):
+    message = refusal(pristine, [*pruning(), quantizer(**W4_GROUP_64)], output, pipeline=pipeline)
+    assert re.search(rf"one calibration pass with {quantizer.__name__}.*pipeline=\"independent\"", message)
+
+
+def test_pass_without_data(pristine: PreTrainedModel, output: Path):
+    assert re.search(
+        "pipeline='datafree'.*pipeline=\"independent\"", refusal(pristine, pruning(), output, pipeline="datafree")
+    )
+
+
+def test_shared_pass_of_a_session_driven_by_hand(source: Path):
+    model = open_linear(source)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    reset_session()
+    active_session().initialize(
+        model=model,
+        recipe=[*pruning(), GPTQModifier(**W4_GROUP_64)],
+        calib_data=[{"input_ids": torch.ones(1, 8, dtype=torch.int64)}],
+        start=-1,
+    )
+    with pytest.raises(CoverageError, match="shares one calibration pass with GPTQModifier"):
+        LifecycleCallbacks.calibration_start()
+    reset_session()
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_shared_pass_of_our_modifiers_alone_gives_the_same_widths(source: Path):
+    assert widths(compress(source, pruning(), pipeline="sequential")) == widths(compress(source, pruning()))
+
+
+# --- budgets and blocks
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5, math.nan, math.inf])
+def test_sparsity_out_of_range(pristine: PreTrainedModel, output: Path, sparsity: float):
+    message = refusal(pristine, pruning(sparsity), output)
+    assert re.search(rf"sparsity is {sparsity}, it must be at least 0 and below 1", message)
+
+
+@pytest.mark.parametrize("block_size", [None, BLOCK])
+def test_budget_below_top_k_names_a_sparsity_that_works(source: Path, output: Path, block_size: int | None):
+    message = refusal(open_linear(source), pruning(0.9999, block_size), output)
+    assert re.search("sparsity=0.9999 leaves 0 of 4096 expert channels.* 2 experts need at least", message)
+    named = float(re.findall(r"for instance to (\S+),", message)[0])
+    kept = widths(compress(source, pruning(named, block_size)))
+    assert all(sum(width > 0 for width in layer) >= TOP_K for layer in kept)
+
+
+@pytest.mark.parametrize("block_size", [0, -64, 48, 512])
+def test_block_size_that_does_not_divide(pristine: PreTrainedModel, output: Path, block_size: int):
+    message = refusal(pristine, pruning(block_size=block_size), output)
+    assert re.search(
+        rf"block size {block_size} does not divide the {CHANNELS} channels.*choose one of 1, 2, 4", message
+    )
+
+
+@pytest.mark.parametrize("min_width", [CHANNELS + BLOCK, -1, BLOCK + 1])
+def test_min_width_out_of_range(pristine: PreTrainedModel, output: Path, min_width: int):
+    attribution, coverage, _, channel_pruning = pruning()
+    alignment = AlignmentModifier(block_size=BLOCK, min_width=min_width)
+    message = refusal(pristine, [attribution, coverage, alignment, channel_pruning], output)
+    assert re.search(rf"(minimum width|min_width is) {min_width}\b", message)
+
+
+def test_uniform_layout_below_one_block(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, pruning(0.8, layout="uniform"), output)
+    assert re.search(
+        "layout='uniform' with sparsity=0.8 would give every expert less than one block of 64 channels: lower",
+        message,
+    )
+
+
+@pytest.mark.parametrize("layout", ["padded", "uniform"])
+def test_one_width_for_all_and_layers_left_whole(pristine: PreTrainedModel, output: Path, layout: str):
+    message = refusal(pristine, pruning(layout=layout, ignore=["model.layers.0"]), output)
+    assert re.search(f"layout='{layout}'.*ignore.*layout='ragged'", message)
+
+
+# --- quantizers
+
+
+def quantizer_of(group_size: int | None = None, targets: str = "Linear", ignore: tuple[str, ...] = ("lm_head",)):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size or 64}
+    group = {"targets": [targets], "weights": weights}
+    return QuantizationModifier(config_groups={"group_0": group}, ignore=list(ignore))
+
+
+def test_scheme_with_larger_groups_than_blocks(pristine: PreTrainedModel, output: Path):
+    quantizer = QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=["lm_head"])
+    message = refusal(pristine, [*pruning(block_size=64), quantizer], output)
+    assert re.search(r"group_size 128 but widths will be multiples of 64.*multiple of 128", message)
+
+
+def test_groups_without_alignment(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, [*pruning(block_size=None), quantizer_of(64)], output)
+    assert re.search(r"group_size 64 but widths will be multiples of 1: add AlignmentModifier", message)
+
+
+def test_groups_that_do_not_divide_the_hidden_size(tmp_path: Path, output: Path):
+    source = save_tiny(tmp_path / "model", hidden_size=96)
+    message = refusal(source, [*pruning(), quantizer_of(64)], output)
+    assert re.search("group_size 64, which does not divide the hidden size 96: .*32", message)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hit"),
+    [
+        ("re:.*down_proj$", "16 of 24"),
+        (r"re:.*layers\.1\..*experts\.3\..*", "21 of 24"),
+        (r"re:.*layers\.0\.mlp\.experts\.0\.up_proj$", "23 of 24"),
+    ],
+)
+def test_ignore_that_hits_part_of_a_layer(pristine: PreTrainedModel, output: Path, pattern: str, hit: str):
+    message = refusal(pristine, [*pruning(), quantizer_of(ignore=("lm_head", pattern))], output)
+    assert re.search(
+        rf"quantizes {hit} expert projections of model\.layers\.\d\.mlp\.experts.*all of them or none", message
+    )
+
+
+def test_quantizer_that_touches_the_shared_gate(shared_expert_source: Path, output: Path):
+    model = open_linear(shared_expert_source)
+    message = refusal(model, [*pruning(), quantizer_of(64)], output)
+    assert re.search(r'would quantize model\.layers\.0\.mlp\.shared_expert_gate.*add "(\S+)" to its ignore', message)
+    named = re.findall(r'add "(\S+)" to', message)[0]
+    compress(model, [*pruning(), quantizer_of(64, ignore=("lm_head", named))])
+
+
+def test_quantizer_that_touches_a_router(pristine: PreTrainedModel, output: Path):
+    quantizer = quantizer_of(targets=r"re:.*mlp\.gate$")
+    message = refusal(pristine, [*pruning(), quantizer], output)
+    assert re.search(r"would quantize model\.layers\.0\.mlp\.gate, which decides routing: add", message)
+
+
+def test_quantized_model(source: Path, output: Path):
+    model = compress(source, QuantizationModifier(**W4_GROUP_64))
+    message = refusal(model, pruning(), output)
+    assert re.search(r"model\.layers\.0\.mlp\.experts is quantized already: prune the 16-bit model", message)
+
+
+# --- data and model
+
+
+def test_no_dataset(pristine: PreTrainedModel, output: Path):
+    assert re.search("calibration set is empty.*dataset=", refusal(pristine, pruning(), output, dataset=None))
+
+
+def test_empty_dataset(pristine: PreTrainedModel, output: Path):
+    empty = token_batches(samples=1).select([])
+    assert re.search("calibration set is empty.*dataset=", refusal(pristine, pruning(), output, dataset=empty))
+
+
+def test_samples_without_tokens(pristine: PreTrainedModel, output: Path):
+    loader = torch.utils.data.DataLoader([{"input_ids": torch.zeros(0, dtype=torch.int64)}])
+    assert "has no input_ids" in refusal(pristine, pruning(), output, dataset=loader)
+
+
+def test_model_without_experts(tmp_path: Path, output: Path):
+    config = transformers.Qwen3Config(**COMMON | {"num_hidden_layers": 1, "intermediate_size": 128, "head_dim": 32})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    message = refusal(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), pruning(), output)
+    assert "Qwen3ForCausalLM has no mixture-of-experts layer" in message
+
+
+def test_ignore_that_leaves_nothing(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, pruning(ignore=["re:.*experts$"]), output)
+    assert re.search("leaves none of 2 expert blocks to prune: shorten it", message)
+
+
+def test_ignore_that_matches_nothing(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, pruning(ignore=["model.layers.7"]), output)
+    assert re.search(r"'model\.layers\.7' matches no expert block, the blocks are model\.layers\.0\.mlp", message)
+
+
+def test_model_pruned_before(source: Path, output: Path):
+    model = compress(source, pruning())
+    assert re.search("a model that was pruned before.*prune the original model", refusal(model, pruning(), output))
+
+
+# --- output
+
+
+def test_output_not_empty(pristine: PreTrainedModel, tmp_path: Path):
+    (tmp_path / "note.txt").write_text("mine")
+    assert re.search("exists and is not empty: choose another", refusal(pristine, pruning(), tmp_path))
+    assert (tmp_path / "note.txt").read_text() == "mine"
+
+
+def test_output_below_a_file(pristine: PreTrainedModel, tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    message = refusal(pristine, pruning(), tmp_path / "file" / "out")
+    assert re.search(r"out cannot be created: \S+/file is not .*, choose another", message)
+
+
+def test_output_is_a_file(pristine: PreTrainedModel, tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    assert "choose another directory" in refusal(pristine, pruning(), tmp_path / "file")
+
+
+def test_disk_too_small(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**12, 10**12 - 1000, 1000))
+    assert re.search("needs about .* free: make room", refusal(pristine, pruning(), output))
+
+
+# --- options
+
+
+def test_loss_prior_without_measured_loss(pristine: PreTrainedModel, output: Path):
+    recipe = [AttributionModifier(layer_noise=None), *pruning(inter_layer="coverage")[1:]]
+    assert re.search("inter_layer='coverage'.*layer_noise=None.*set.*layer_prior", refusal(pristine, recipe, output))
+    recipe = [AttributionModifier(layer_noise=None), *pruning(inter_layer="loss")[1:]]
+    assert re.search("inter_layer='loss'.*layer_noise=None.*set", refusal(pristine, recipe, output))
+
+
+@pytest.mark.parametrize("option", [{"layer_noise": 0.0}, {"layer_noise": 1.5}, {"layer_batches": 0}, {"ema": 1.0}])
+def test_attribution_option_out_of_range(pristine: PreTrainedModel, output: Path, option: dict[str, float]):
+    name, value = next(iter(option.items()))
+    message = refusal(pristine, [AttributionModifier(**option), *pruning()[1:]], output)
+    assert message.startswith(f"{name} is {value}")
+
+
+def test_unknown_recipe_args(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, pruning(), output, recipe_args={"sparsty": 0.3, "sparsity": 0.3})
+    assert re.search("recipe_args sparsty override nothing: known are .*block_size.*sparsity", message)
+
+
+@pytest.mark.parametrize("value", ["much", [0.2], None, 1.5])
+def test_recipe_args_of_a_wrong_value(pristine: PreTrainedModel, output: Path, value: object):
+    message = refusal(pristine, pruning(), output, recipe_args={"sparsity": value})
+    assert re.search(rf"sparsity\b.*{re.escape(str(value))}", message)
+
+
+def test_recipe_args_of_an_unknown_choice(pristine: PreTrainedModel, output: Path):
+    message = refusal(pristine, pruning(), output, recipe_args={"layout": "flat"})
+    assert re.search("layout.*flat.*'ragged', 'padded' or 'uniform'", message)
+
+
+@pytest.mark.parametrize(
+    ("modifier", "field", "choice"),
+    [
+        (AttributionModifier, "channel_metric", "weight_activation"),
+        (AttributionModifier, "expert_importance", "second_order"),
+        (CoverageModifier, "inter_layer", "u_shaped"),
+        (CoverageModifier, "intra_layer", "topk_channel"),
+        (CoverageModifier, "layer_prior", "uniform"),
+        (CoverageModifier, "expert_prior", "router_weight"),
+        (CoverageModifier, "smoothing", "huber"),
+        (AlignmentModifier, "rule", "l-r-s"),
+        (ChannelPruningModifier, "layout", "padded"),
+    ],
+)
+def test_unknown_choice_names_the_known(modifier: type, field: str, choice: str):
+    required = {"sparsity": 0.25} if modifier is CoverageModifier else {}
+    with pytest.raises(ValidationError, match=choice):
+        modifier(**required | {field: "nonsense"})
+    getattr(modifier(**required | {field: choice}), field)

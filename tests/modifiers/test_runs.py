@@ -1,0 +1,217 @@
+"""What one run does to a model, what it says and writes, and what the next run inherits: nothing."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    BLOCK,
+    CHANNELS,
+    EXPERTS,
+    LAYERS,
+    compress,
+    flat_widths,
+    logits,
+    open_linear,
+    pruning,
+    save_tiny,
+    widths,
+)
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core import active_session, reset_session
+from llmcompressor.pipelines import CalibrationPipeline
+from tiny import token_batches
+from torch.utils.data import DataLoader
+
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier, Manifest, load
+
+REPORT = "moe_coverage_report.json"
+EXPERTS_NAME = "model.layers.{}.mlp.experts"
+
+
+def report_of(output: Path) -> dict:
+    return json.loads((output / REPORT).read_text())
+
+
+# --- layers left whole
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0", "model.layers.0.mlp.experts", r"re:.*layers\.0\..*"])
+def test_ignored_layer_stays_whole(source: Path, tmp_path: Path, pattern: str):
+    model = compress(source, pruning(0.5, None, ignore=[pattern]), output_dir=str(tmp_path / "out"))
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest.widths[EXPERTS_NAME.format(0)] == [CHANNELS] * EXPERTS
+    assert sum(manifest.widths[EXPERTS_NAME.format(1)]) == EXPERTS * CHANNELS // 2
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+def test_layers_pruned_in_turn(source: Path, tmp_path: Path):
+    first = compress(source, pruning(0.5, None, ignore=["model.layers.0"]))
+    model = compress(first, pruning(0.25, ignore=["model.layers.1"]), output_dir=str(tmp_path / "out"))
+    assert sum(widths(model)[1]) == EXPERTS * CHANNELS // 2
+    assert 0 < sum(widths(model)[0]) <= EXPERTS * CHANNELS * 3 // 4
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
+# --- layouts
+
+
+@pytest.mark.parametrize("layout", ["padded", "uniform"])
+def test_layouts_that_cannot_remove_experts(source: Path, tmp_path: Path, layout: str, log: list[str]):
+    output = tmp_path / "out"
+    ragged = compress(source, pruning(0.5))
+    dropped = sum(layer.count(0) for layer in widths(ragged))
+    assert dropped > 0, "the plan must drop experts for this test to mean something"
+    model = compress(source, pruning(0.5, layout=layout), output_dir=str(output))
+    manifest = Manifest.from_checkpoint(output)
+    assert len(manifest.distinct_widths) == 1
+    assert not manifest.dead_experts
+    assert report_of(output)["experts_kept_for_layout"] == dropped
+    kept = BLOCK if layout == "padded" else manifest.distinct_widths[0]
+    assert f"WARNING layout='{layout}' cannot remove experts: {dropped} keep {kept} channels instead of none" in log
+    if layout == "uniform":
+        assert manifest.distinct_widths == [CHANNELS // 2]
+    else:
+        assert manifest.distinct_widths == [max(map(max, widths(ragged)))]
+    assert torch.equal(logits(load(output)), logits(model))
+
+
+def test_uniform_layout_spends_what_alignment_could_not(source: Path):
+    alignment = AlignmentModifier(block_size=BLOCK, min_width=CHANNELS // 2)
+    attribution, coverage, _, channel_pruning = pruning(0.5, layout="uniform")
+    model = compress(source, [attribution, coverage, alignment, channel_pruning])
+    assert sum(alignment.plan.widths_LE.flatten().tolist()) < LAYERS * EXPERTS * CHANNELS // 2
+    assert set(flat_widths(model)) == {CHANNELS // 2}
+
+
+def test_padding_changes_no_output(source: Path):
+    ragged = compress(source, pruning(0.1, None, expert_prior="uniform"))
+    padded = compress(source, pruning(0.1, None, "padded", expert_prior="uniform"))
+    assert 0 not in flat_widths(ragged), "with removed experts the layouts differ"
+    assert widths(ragged) != widths(padded)
+    assert torch.allclose(logits(ragged), logits(padded), rtol=1e-5, atol=1e-5)
+
+
+def test_ragged_reports_no_expert_kept_for_the_layout(source: Path, tmp_path: Path):
+    compress(source, pruning(0.5), output_dir=str(tmp_path / "out"))
+    assert report_of(tmp_path / "out")["experts_kept_for_layout"] == 0
+
+
+# --- what is said
+
+
+def test_log_says_what_was_pruned(source: Path, log: list[str]):
+    model = compress(source, pruning(0.5))
+    flat = flat_widths(model)
+    total = LAYERS * EXPERTS * CHANNELS
+    said = next(line for line in log if "Pruned" in line)
+    assert f"Pruned {total - sum(flat)} of {total} expert channels and {flat.count(0)} whole experts" in said
+    assert f"Coverage keeps {total // 2} of {total} expert channels" in "\n".join(log)
+
+
+def test_experts_without_a_token_are_named(source: Path, tmp_path: Path, log: list[str]):
+    two_tokens = token_batches(samples=1, length=2)
+    compress(source, pruning(0.1, None), dataset=two_tokens, output_dir=str(tmp_path / "out"))
+    unreached = report_of(tmp_path / "out")["experts_without_tokens"]
+    assert unreached, "two tokens reach at most four of eight experts"
+    for name, experts in unreached.items():
+        assert len(experts) >= EXPERTS - 4
+        assert f"WARNING No calibration token reached experts {experts} of {name}: they score zero" in log
+        tokens = report_of(tmp_path / "out")["blocks"][name]["tokens"]
+        assert [expert for expert, count in enumerate(tokens) if count == 0] == experts
+
+
+# --- what is measured
+
+
+def test_shuffled_and_padded_batches_leave_padding_out(source: Path):
+    """The toolkit draws the samples anew for every pass; a mask belongs to the batch that is in flight."""
+    dataset = token_batches(samples=8, length=32, padded=True)
+
+    def tokens(**options) -> int:
+        attribution = AttributionModifier(layer_noise=None)
+        recipe = [attribution, CoverageModifier(sparsity=0.25, layer_prior="uniform")]
+        torch.manual_seed(0)
+        compress(source, recipe, dataset=dataset, **options)
+        return int(attribution.scores.tokens_LE.sum()) // LAYERS // 2
+
+    real = sum(map(sum, dataset["attention_mask"]))
+    assert real < 8 * 32
+    assert tokens() == real
+    assert tokens(shuffle_calibration_samples=True) == real
+    assert tokens(shuffle_calibration_samples=True, batch_size=2) == real
+    subset = tokens(shuffle_calibration_samples=True, num_calibration_samples=3)
+    assert subset in {sum(map(sum, rows)) for rows in combinations(dataset["attention_mask"], 3)}
+
+
+def test_provenance_hashes_the_samples_that_were_seen(source: Path, tmp_path: Path):
+    hashes = []
+    for name, options in {"first": {}, "again": {}, "other": {"num_calibration_samples": 3}}.items():
+        torch.manual_seed(0)
+        options = {"shuffle_calibration_samples": True, "num_calibration_samples": 2} | options
+        compress(source, pruning(), dataset=token_batches(8, 24), output_dir=str(tmp_path / name), **options)
+        provenance = Manifest.from_checkpoint(tmp_path / name).provenance
+        assert provenance["calibration_batches"] == options["num_calibration_samples"]
+        hashes.append(provenance["calibration_sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+# --- one process, many runs
+
+
+def test_fresh_modifiers_inherit_nothing(source: Path, tmp_path: Path):
+    first = compress(source, pruning(0.4))
+    other = save_tiny(tmp_path / "other", num_hidden_layers=1, num_experts=4)
+    compress(other, pruning(0.6))
+    again = compress(source, pruning(0.4))
+    assert widths(first) == widths(again)
+    assert torch.equal(logits(first), logits(again))
+
+
+def test_a_refused_run_leaves_no_trace_in_the_next(source: Path):
+    model = open_linear(source)
+    with pytest.raises(ValueError, match="sparsity"):
+        compress(model, pruning(1.5))
+    assert torch.equal(logits(compress(model, pruning(0.4))), logits(compress(source, pruning(0.4))))
+
+
+def test_used_modifiers_are_refused_by_the_toolkit(source: Path):
+    recipe = pruning()
+    compress(source, recipe)
+    with pytest.raises(RuntimeError, match="already been initialized"):
+        compress(source, recipe)
+
+
+def test_no_hook_of_ours_stays_on_the_model(source: Path):
+    model = compress(source, pruning(0.1, None, expert_prior="uniform"))
+    assert 0 not in flat_widths(model)
+    hooks = [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not hooks
+
+
+def test_subclass_of_ours_counts_as_ours(source: Path):
+    class MyCoverage(CoverageModifier):
+        pass
+
+    attribution, _, alignment, channel_pruning = pruning()
+    recipe = [attribution, MyCoverage(sparsity=0.1, inter_layer="uniform"), alignment, channel_pruning]
+    model = compress(source, recipe, pipeline="sequential", recipe_args={"sparsity": 0.25})
+    assert widths(model) == widths(compress(source, pruning(0.25)))
+
+
+def test_session_driven_by_hand(source: Path, tmp_path: Path):
+    model = open_linear(source)
+    model.config._name_or_path = str(source)
+    data = token_batches(4, 24).with_format("torch")
+    loader = DataLoader(data, batch_size=1)
+    reset_session()
+    active_session().initialize(model=model, recipe=pruning(0.4), calib_data=loader, start=-1)
+    CalibrationPipeline.load_from_registry("independent")(model, loader, DatasetArguments())
+    active_session().finalize()
+    model.save_pretrained(tmp_path / "out")
+    assert widths(model) == widths(compress(source, pruning(0.4)))
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
