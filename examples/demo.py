@@ -1,7 +1,7 @@
 """The main job on the trained mini-MoE of this repository: one recipe prunes and quantizes it.
 
-Writes three checkpoints and prints what they cost beside the original: 4 bits only, pruned only, and both. ``make demo``
-runs this and then lets vLLM generate from the last one (``examples/generate.py``).
+Writes three checkpoints and prints what they cost beside the original: 4 bits only, pruned only, and both.
+``make demo`` runs this and then lets vLLM generate from the last one (``examples/generate.py``).
 
     python examples/demo.py --output out/demo
 """
@@ -67,6 +67,7 @@ def compress(model_path: Path, recipe: str, output: Path, calibration: torch.Ten
         recipe=recipe,
         num_calibration_samples=len(calibration),
         batch_size=8,
+        moe_calibrate_all_experts=False,  # scores count routed tokens only, and rounding needs no tokens at all
         output_dir=str(output),
     )
 

@@ -52,12 +52,24 @@ class Manifest:
             )
         if self.layout not in get_args(Layout):
             raise CoverageError(f"{CONFIG_KEY} layout is {self.layout!r}, known are {', '.join(get_args(Layout))}")
+        self._check_types()
         if not self.widths:
             raise CoverageError(f"{CONFIG_KEY} entry names no layer: the checkpoint was not written completely")
         for name, widths in self.widths.items():
             self._check_layer(name, widths)
         if self.layout != "ragged" and len(self.distinct_widths) != 1:
             raise CoverageError(f"{CONFIG_KEY} layout {self.layout!r} needs one width, found {self.distinct_widths}")
+
+    def _check_types(self) -> None:
+        # the file may say anything
+        sizes = (self.intermediate_size, self.block_size)
+        layers = list(self.widths.values()) if isinstance(self.widths, dict) else [None]
+        if not all(isinstance(size, int) for size in sizes) or not all(isinstance(each, list) for each in layers):
+            raise CoverageError(f"{CONFIG_KEY} entry holds other types than it should: it is damaged")
+        if self.block_size < 1:
+            raise CoverageError(
+                f"{CONFIG_KEY} entry has block_size {self.block_size}, at least 1 is right: it is damaged"
+            )
 
     def _check_layer(self, name: str, widths: list[int]) -> None:
         for expert, width in enumerate(widths):
@@ -104,6 +116,8 @@ class Manifest:
         entry = (quantization_config or {}).get(CONFIG_KEY)
         if entry is None:
             return None
+        if not isinstance(entry, Mapping):
+            raise CoverageError(f"{CONFIG_KEY} entry is no mapping: it is damaged")
         known = {key: entry[key] for key in cls.__dataclass_fields__ if key in entry}
         version = known.get("version")
         if version == SCHEMA_VERSION and not {"layout", "intermediate_size", "widths"} <= known.keys():
@@ -112,6 +126,16 @@ class Manifest:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path) -> Manifest | None:
-        """Read the entry of a checkpoint directory's ``config.json``; ``None`` where there is none."""
-        config = json.loads((Path(path) / "config.json").read_text())
-        return cls.from_quantization_config(config.get("quantization_config"))
+        """Read the entry of a checkpoint directory's ``config.json``; ``None`` where there is none.
+
+        A 16-bit checkpoint that stock engines load has it beside the ``quantization_config``, which must be absent.
+
+        Raises:
+            CoverageError: as :meth:`from_quantization_config`, and for a file that is not JSON.
+        """
+        file = Path(path) / "config.json"
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise CoverageError(f"{file} cannot be read ({error}): copy the checkpoint again") from error
+        return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 512
 COMMON = {
@@ -41,13 +42,30 @@ CONFIGS = {
         **COMMON
         | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
         | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-        | {"first_k_dense_replace": 1, "intermediate_size": 320}
+        | {"first_k_dense_replace": 1, "intermediate_size": 320, "num_key_value_heads": 4}
+        | kw
+    ),
+    "deepseek_v3": lambda **kw: transformers.DeepseekV3Config(
+        **COMMON
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
+        | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+        | {"first_k_dense_replace": 1, "intermediate_size": 320, "num_key_value_heads": 4}
+        | {"n_group": 2, "topk_group": 1}
         | kw
     ),
     "glm4_moe": lambda **kw: transformers.Glm4MoeConfig(
         **COMMON
         | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 32, "intermediate_size": 320}
+        | kw
+    ),
+    "granitemoe": lambda **kw: transformers.GraniteMoeConfig(
+        **COMMON | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256} | kw
+    ),
+    "ernie4_5_moe": lambda **kw: transformers.Ernie4_5_MoeConfig(
+        **COMMON
+        | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 1}
+        | {"moe_layer_start_index": 1, "intermediate_size": 320}
         | kw
     ),
     "gpt_oss": lambda **kw: transformers.GptOssConfig(
@@ -62,6 +80,15 @@ def save_model(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = 
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**config), dtype=torch.float32)
     _diversify(model)
     model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def add_tokenizer(directory: Path) -> Path:
+    """Put a tokenizer of one word per token id beside a model; ``oneshot`` wants one for most families."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w1")
+    tokenizer.save_pretrained(directory)
     return directory
 
 

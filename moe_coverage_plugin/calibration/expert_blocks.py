@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from compressed_tensors.utils import match_named_modules
 from llmcompressor.modeling.moe.helpers import MoEConfig
 from llmcompressor.modeling.moe.linear_experts import ExpertMLP, LinearExperts2D
@@ -138,10 +137,16 @@ def uniform_shape(blocks: Sequence[ExpertBlock]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def correction_biases(block: ExpertBlock) -> list[torch.Tensor]:
-    """Per-expert biases ``[..., E]`` that some routers add to the scores before they choose; saved with the model."""
-    tensors = [*block.moe.named_parameters(), *block.moe.named_buffers()]
-    return [tensor for name, tensor in tensors if name.endswith("e_score_correction_bias")]
+def correction_biases(block: ExpertBlock) -> list[tuple[Module, str]]:
+    """Per-expert biases ``[..., E]`` that some routers add to the scores before they choose; saved with the model.
+
+    As the module that holds each and its name there, because a tensor of an offloaded module may be a copy.
+    """
+    return [
+        (module, "e_score_correction_bias")
+        for module in block.moe.modules()
+        if getattr(module, "e_score_correction_bias", None) is not None
+    ]
 
 
 def linears_that_must_stay(blocks: Sequence[ExpertBlock]) -> dict[Module, str]:

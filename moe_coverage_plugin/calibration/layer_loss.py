@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from compressed_tensors.offload import get_execution_device
+from compressed_tensors.utils import patch_attr
+from llmcompressor.modeling.moe import context as all_experts
 from llmcompressor.utils.helpers import disable_cache, eval_context
 from torch import Tensor
 from torch.nn import Module
@@ -15,7 +18,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
+from moe_coverage_plugin.calibration.distributed import sum_over_ranks
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, projections
 from moe_coverage_plugin.manifest import CoverageError
 
 
@@ -35,21 +39,25 @@ def layer_loss_rise(
         ``rise_L`` float64, in nats per token; negative where a faded layer helps.
 
     Raises:
-        CoverageError: the loss is not finite.
+        CoverageError: the loss is not finite; names the first expert whose activations are not.
     """
     progress = tqdm(total=(len(blocks) + 1) * len(batches), desc="Layer importance")
 
     def mean_loss() -> Tensor:
-        loss, tokens = torch.zeros((), dtype=torch.float64), 0
+        sums = {"loss": torch.zeros((), dtype=torch.float64), "tokens": torch.zeros((), dtype=torch.float64)}
         for batch in batches:
             batch_loss, batch_tokens = next_token_loss(model, batch)
-            loss, tokens = loss + batch_loss.cpu(), tokens + batch_tokens
+            if not torch.isfinite(batch_loss):
+                _refuse_batch(model, blocks, batch)
+            sums["loss"] += batch_loss.cpu()
+            sums["tokens"] += batch_tokens
             progress.update()
-        if not torch.isfinite(loss):
-            raise CoverageError("the model's loss on the calibration set is NaN or infinite: check dtype and weights")
-        return loss / max(tokens, 1)
+        sums = sum_over_ranks(sums)
+        return sums["loss"] / sums["tokens"].clamp(min=1)
 
-    with progress, disable_cache(model), eval_context(model):
+    # an all-experts pass would compute what no loss depends on
+    routed_only = patch_attr(all_experts, "_CALIBRATE_ALL_EXPERTS", False)
+    with progress, disable_cache(model), eval_context(model), routed_only:
         base = mean_loss()
         faded = []
         for block in blocks:
@@ -68,6 +76,34 @@ def next_token_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tupl
         targets = targets.masked_fill(~mask[:, 1:].bool().to(targets.device), -100)
     losses = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=-100)
     return losses.double().sum(), int((targets != -100).sum())
+
+
+def _refuse_batch(model: PreTrainedModel, blocks: Sequence[ExpertBlock], batch: Mapping[str, Tensor]) -> NoReturn:
+    """Name the first expert, in the order of computation, that answers a batch with NaN or infinity."""
+    bad: list[str] = []
+
+    def hook(culprit: str, _module: Module, _args: tuple[Any, ...], z: Tensor) -> None:
+        if not bool(torch.isfinite(z).all()):
+            bad.append(culprit)
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            for index, mlp in enumerate(block.mlps):
+                for linear in projections(mlp).values():
+                    handle = linear.register_forward_hook(partial(hook, f"{block.name} expert {index}"))
+                    hooks.callback(handle.remove)
+        next_token_loss(model, batch)
+    if bad:
+        raise non_finite_activations(bad[0])
+    raise CoverageError("the model's loss on the calibration set is NaN or infinite: check dtype and weights")
+
+
+def non_finite_activations(culprit: str) -> CoverageError:
+    """The refusal of an expert whose activations are no numbers."""
+    return CoverageError(
+        f"{culprit} has NaN or infinite activations on the calibration set: check its weights, and calibrate in a "
+        "dtype with enough range (bfloat16 rather than float16)"
+    )
 
 
 @contextmanager

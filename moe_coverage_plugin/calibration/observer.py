@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
 from moe_coverage_plugin.calibration.expert_blocks import PROJECTIONS, ExpertBlock, uniform_shape
+from moe_coverage_plugin.calibration.layer_loss import non_finite_activations
 from moe_coverage_plugin.calibration.scores import AttributionScores
 from moe_coverage_plugin.core.ragged import ExpertWeights
 from moe_coverage_plugin.core.statistics import (
@@ -22,7 +23,6 @@ from moe_coverage_plugin.core.statistics import (
     expert_contributions,
     finalize_channel_scores,
 )
-from moe_coverage_plugin.manifest import CoverageError
 
 
 class BlockObserver:
@@ -111,20 +111,17 @@ class BlockObserver:
             averaged = torch.where(_like(seen_E, batch), self.ema * total + (1 - self.ema) * batch, batch)
             self.sums[name] = torch.where(_like(reached_E, batch), averaged, total)
 
-    def check_finite(self) -> None:
-        """Refuse activations that are no numbers.
+    def check_finite(self, sums: Mapping[str, Tensor] | None = None) -> None:
+        """Refuse activations that are no numbers, in this rank's sums or in the given ones.
 
         Raises:
             CoverageError: naming the block and the first such expert.
         """
+        sums = self.sums if sums is None else sums
         for name in ("channel_sums_EI", "second_order_E"):
-            if name in self.sums and not bool(torch.isfinite(self.sums[name]).all()):
-                bad_E = ~torch.isfinite(self.sums[name]).reshape(self.block.num_experts, -1).all(-1)
-                raise CoverageError(
-                    f"{self.block.name} expert {int(bad_E.nonzero()[0])} has NaN or infinite activations on the "
-                    "calibration set: check its weights, and calibrate in a dtype with enough range (bfloat16 rather "
-                    "than float16)"
-                )
+            if name in sums and not bool(torch.isfinite(sums[name]).all()):
+                bad_E = ~torch.isfinite(sums[name]).reshape(self.block.num_experts, -1).all(-1)
+                raise non_finite_activations(f"{self.block.name} expert {int(bad_E.nonzero()[0])}")
 
     def channel_scores(self, sums: dict[str, Tensor]) -> Tensor:
         """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks."""
@@ -146,8 +143,10 @@ def gather_scores(observers: Sequence[BlockObserver], layer_loss_L: Tensor | Non
     """Sum the statistics of all observers over all ranks and turn them into scores."""
     for observer in observers:
         assert observer.sums, f"{observer.block.name} saw no batch"
-        observer.check_finite()
     sums_L = [sum_over_ranks({name: total.cpu() for name, total in observer.sums.items()}) for observer in observers]
+    # after the exchange, so that all ranks refuse together and none waits for another
+    for observer, sums in zip(observers, sums_L, strict=True):
+        observer.check_finite(sums)
     return AttributionScores(
         names=[observer.block.name for observer in observers],
         top_k=[observer.block.top_k for observer in observers],

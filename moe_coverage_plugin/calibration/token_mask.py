@@ -18,20 +18,38 @@ class TokenMask:
 
     A pipeline may run the layers one after another over all batches, in an order of its own and from cached
     activations, so the mask is looked up once, where the ids enter the model, and remembered under the batch's number.
+    Samples are looked up one by one: a shuffling loader deals other batches every time it is read.
     """
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):
-        self._by_ids = {
-            _fingerprint(batch["input_ids"]): batch["attention_mask"].bool().flatten().cpu()
-            for batch in batches
-            if batch.get("attention_mask") is not None and not bool(batch["attention_mask"].all())
-        }
+        self._by_sample: dict[bytes, Tensor] = {}
         self._by_batch: dict[int, Tensor] = {}
+        any_padding = False
+        for batch in batches:
+            ids_BS, mask_BS = batch["input_ids"], batch.get("attention_mask")
+            mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS
+            any_padding = any_padding or not bool(mask_BS.all())
+            for ids_S, mask_S in zip(ids_BS, mask_BS.bool().cpu(), strict=True):
+                self._by_sample[_fingerprint(ids_S)] = mask_S
+        if not any_padding:
+            self._by_sample.clear()
 
     def on_embedding(self, batch_index: int, module: Module, args: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of the input embedding."""
-        if self._by_ids and (mask := self._by_ids.get(_fingerprint(args[0]))) is not None:
-            self._by_batch[batch_index] = mask
+        """Forward pre-hook of the input embedding.
+
+        Raises:
+            CoverageError: a sample is not among those that were announced, so its padding is unknown.
+        """
+        if not self._by_sample:
+            return
+        masks = [self._by_sample.get(_fingerprint(ids_S)) for ids_S in args[0]]
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks):
+            raise CoverageError(
+                f"{len(masks) - len(known)} samples of calibration batch {batch_index} differ from those read before, "
+                "so their padding is unknown: pad all samples to one length, or do not shuffle"
+            )
+        self._by_batch[batch_index] = torch.cat(known)
 
     def of(self, batch_index: int, tokens: int) -> Tensor | None:
         """Bool mask ``[tokens]`` of the real tokens of a batch; ``None``: all of them."""

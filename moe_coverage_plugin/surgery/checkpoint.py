@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.quantization.utils import is_module_quantized
+from llmcompressor.core import active_session
+from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Layout, Manifest
+from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_family_names, stores_single_experts
 
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 REPORT_NAME = "moe_coverage_report.json"
@@ -57,6 +60,7 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     """
     toolkit_save = model.save_pretrained
     assert getattr(toolkit_save, "_overridden", False), "oneshot replaces save_pretrained before modifiers run"
+    keep_family_names(model)
     model_ref = weakref.ref(model)
 
     @wraps(toolkit_save)
@@ -69,10 +73,15 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
             )
         target = Path(save_directory)
         check_output(target)
+        quantized = _is_quantized(model)
+        if quantized:
+            check_quantizable(model)
         with staged(target) as staging:
             toolkit_save(str(staging), **kwargs)
             if is_source_process():
-                write_entry(staging, describe(model, record), quantized=_is_quantized(model))
+                open_to_all = record.layout != "ragged" and not quantized and stores_single_experts(model)
+                write_entry(staging, describe(model, record), quantized, open_to_all)
+                _keep_recipe(model, staging)
                 (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
                 if record.companions is not None:
                     record.companions(staging)
@@ -118,22 +127,39 @@ def check_output(target: Path, needed_bytes: int = 0) -> None:
         )
 
 
-def write_entry(directory: Path, manifest: Manifest, quantized: bool) -> None:
+def write_entry(directory: Path, manifest: Manifest, quantized: bool, open_to_all: bool = False) -> None:
     """Add the manifest to ``config.json`` and declare a width at which stock engines stop or load rightly.
 
     The toolkit rewrites the file from the source model's, so this comes after it; replaced atomically.
+
+    Args:
+        open_to_all: stock engines can load the checkpoint as it is. The manifest then stands beside the
+            ``quantization_config``, because transformers opens none that quantizes nothing.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    # a file inherited from a quantized source may carry a quantization that the model no longer has
-    quantization = config["quantization_config"] if quantized else dict(UNQUANTIZED)
-    config["quantization_config"] = quantization | {CONFIG_KEY: manifest.to_entry()}
+    # a file inherited from the source may carry a quantization or a manifest that the model no longer has
+    quantization = config.pop("quantization_config", None) if quantized else dict(UNQUANTIZED)
+    config.pop(CONFIG_KEY, None)
+    if open_to_all:
+        config.pop("quantization_config", None)
+        config[CONFIG_KEY] = manifest.to_entry()
+    else:
+        assert quantization is not None, "the toolkit writes what it quantized"
+        config["quantization_config"] = quantization | {CONFIG_KEY: manifest.to_entry()}
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width
     temporary = path.with_suffix(".json.partial")
     temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     os.replace(temporary, path)
+
+
+def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:
+    # the toolkit appends the recipe of its last run, whichever model that was about
+    source = Path(model.name_or_path or "") / RECIPE_FILE_NAME
+    if active_session().state.model is not model and source.is_file():
+        shutil.copyfile(source, directory / RECIPE_FILE_NAME)
 
 
 def _is_quantized(model: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +15,15 @@ from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
-from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
+from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME, PruningRecord, save_with_manifest
+from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.router import mask_router
 
@@ -63,7 +65,10 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     modify_save_pretrained(model)
-    record = PruningRecord(manifest.layout, manifest.intermediate_size, manifest.block_size, manifest.provenance)
+    report = json.loads((path / REPORT_NAME).read_text()) if (path / REPORT_NAME).is_file() else {}
+    record = PruningRecord(
+        manifest.layout, manifest.intermediate_size, manifest.block_size, manifest.provenance, report
+    )
     save_with_manifest(model, record)
     return model.eval()
 
@@ -71,12 +76,13 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
 def _read_config(path: Path, manifest: Manifest) -> tuple[PretrainedConfig, dict[str, Any] | None]:
     """The model's config as it was before pruning, and its quantization where it has one."""
     config = AutoConfig.from_pretrained(path)
-    quantization = dict(config.__dict__.pop("quantization_config"))
+    config.__dict__.pop(CONFIG_KEY, None)
+    quantization = dict(config.__dict__.pop("quantization_config", {}))
     text_config = config.get_text_config()
     setattr(text_config, next(key for key in WIDTH_KEYS if hasattr(text_config, key)), manifest.intermediate_size)
     config._name_or_path = str(path)
-    quantization.pop(CONFIG_KEY)
-    return config, quantization if quantization["config_groups"] else None
+    quantization.pop(CONFIG_KEY, None)
+    return config, quantization if quantization.get("config_groups") else None
 
 
 def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel:
@@ -99,6 +105,7 @@ def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) 
                 )
             prune_block(block, [torch.arange(width) for width in widths])
     model.config._name_or_path = config._name_or_path
+    keep_family_names(model)
     return model
 
 
@@ -112,24 +119,25 @@ def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> 
 
 
 def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None:
-    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to; none may be left on either "
-    "side."""
+    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to.
+
+    None may be left on either side.
+    """
     expected = _names_on_disk(model)
     seen: set[str] = set()
     for file in tqdm(_shards(path), desc="Loading", disable=None):
         state: dict[str, torch.Tensor] = {}
-        with safe_open(file, "pt") as shard:
-            for disk_name in shard.keys():  # noqa: SIM118 - an open file is no mapping
-                if disk_name not in expected:
-                    raise CoverageError(
-                        f"{file.name} holds {disk_name}, which the model described by its manifest does not have"
-                    )
-                name, shape = expected[disk_name]
-                tensor = shard.get_tensor(disk_name)
-                if tensor.shape != shape:
-                    raise CoverageError(f"{disk_name} has shape {list(tensor.shape)}, the manifest says {list(shape)}")
-                state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-                seen.add(disk_name)
+        for disk_name, tensor in _read(file):
+            if disk_name not in expected:
+                raise CoverageError(
+                    f"{file.name} holds {disk_name}, which the model described by its manifest does not have"
+                )
+            if disk_name in seen:
+                raise CoverageError(f"{file.name} holds {disk_name} a second time: the checkpoint mixes two writings")
+            name, wanted = expected[disk_name]
+            _check_tensor(model, disk_name, name, tensor, wanted)
+            state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            seen.add(disk_name)
         model.load_state_dict(state, strict=False, assign=True)
     if missing := sorted(expected.keys() - seen):
         raise CoverageError(
@@ -139,8 +147,39 @@ def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None
     assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter was left without a value"
 
 
-def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Size]]:
-    """For every tensor name in the files: the name in the model, and the shape. Tied copies are not in the files."""
+def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one file."""
+    try:
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - an open file is no mapping
+                yield name, shard.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CoverageError(
+            f"{file.name} cannot be read ({error}): it is absent or was cut off, copy the checkpoint again"
+        ) from error
+
+
+def _check_tensor(
+    model: PreTrainedModel, disk_name: str, name: str, tensor: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    if tensor.shape != wanted.shape:
+        raise CoverageError(f"{disk_name} has shape {list(tensor.shape)}, the manifest says {list(wanted.shape)}")
+    if tensor.is_floating_point() != wanted.is_floating_point():
+        raise CoverageError(f"{disk_name} has dtype {tensor.dtype}, {wanted.dtype} was written: the file is damaged")
+    module, _, attribute = name.rpartition(".")
+    if attribute == "weight_shape":
+        # the shape of a weight before packing, which decompression believes
+        linear = model.get_submodule(module)
+        shape = [linear.out_features, linear.in_features]
+        if tensor.tolist() != shape:
+            raise CoverageError(f"{disk_name} says {tensor.tolist()}, the manifest says {shape}: the file is damaged")
+
+
+def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
+    """For every tensor name in the files: the name in the model, and the tensor there, without values.
+
+    Tied copies are not in the files.
+    """
     tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     name_of = {id(tensor): name for name, tensor in state.items()}
@@ -150,11 +189,14 @@ def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Size]]:
         raise CoverageError(
             f"{type(model).__name__} stores {merged[0]} merged from several tensors: this family cannot be loaded"
         )
-    return {disk_name: (name_of[id(tensor)], tensor.shape) for disk_name, tensor in on_disk.items()}
+    return {disk_name: (name_of[id(tensor)], tensor) for disk_name, tensor in on_disk.items()}
 
 
 def _shards(path: Path) -> list[Path]:
     if (path / INDEX_NAME).is_file():
-        files = set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values())
+        try:
+            files = set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values())
+        except (ValueError, LookupError, AttributeError) as error:
+            raise CoverageError(f"{INDEX_NAME} cannot be read ({error}): copy the checkpoint again") from error
         return [path / name for name in sorted(files)]
     return [path / SINGLE_NAME]

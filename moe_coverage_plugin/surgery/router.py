@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from compressed_tensors.offload import update_offload_parameter
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
@@ -63,5 +64,6 @@ def mask_router(block: ExpertBlock) -> None:
     mask = RouterMask(removed_E)
     block.router.register_forward_pre_hook(mask.enter)
     block.router.register_forward_hook(mask.leave, always_call=True)
-    for bias in correction_biases(block):
-        bias.data[..., removed_E.to(bias.device)] = float("-inf")
+    for module, name in correction_biases(block):
+        bias = getattr(module, name).detach()
+        update_offload_parameter(module, name, bias.masked_fill(removed_E.to(bias.device), float("-inf")))

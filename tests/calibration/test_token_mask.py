@@ -1,0 +1,121 @@
+"""Padding never counts, whoever made the batches and in whatever order they come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from brute_force import assert_scores, expected, observe, open_stock, save_float64
+from datasets import Dataset
+from tiny import VOCAB
+from torch.utils.data import DataLoader
+
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches, data_hash
+
+LENGTHS = (20, 7, 13, 20, 3, 16)
+PAD = 1
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return save_float64(tmp_path_factory.mktemp("source"), "qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def unpadded(source, texts):
+    """What the same texts give without any padding, by loops."""
+    batches = [{"input_ids": text[None], "attention_mask": torch.ones_like(text)[None]} for text in texts]
+    return expected(open_stock(source), batches)
+
+
+def padded(texts, side: str, length: int = max(LENGTHS)) -> list[dict[str, list[int]]]:
+    samples = []
+    for text in texts:
+        fill, ones = [PAD] * (length - len(text)), [1] * len(text)
+        zeros = [0] * len(fill)
+        ids = text.tolist()
+        ids, mask = (ids + fill, ones + zeros) if side == "right" else (fill + ids, zeros + ones)
+        samples.append({"input_ids": ids, "attention_mask": mask})
+    return samples
+
+
+def collate(samples):
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+
+
+RUNS = [
+    {"batch_size": 1},
+    {"batch_size": 3},
+    {"batch_size": 3, "moe_calibrate_all_experts": False},
+    {"batch_size": 3, "pipeline": "basic"},
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_padded_on_the_right_equals_unpadded(source, texts, unpadded, run):
+    assert_scores(observe(source, Dataset.from_list(padded(texts, "right")), **run), unpadded)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_padded_on_the_left_equals_unpadded(texts, tmp_path, run):
+    """Left padding shifts positions, which rotary attention does not feel. In float32: transformers' eager attention
+    answers rows that see nothing with NaN in float64."""
+    source = save_float64(tmp_path, "qwen3_moe")
+    model = open_stock(source).float()
+    model.save_pretrained(source)
+    samples = [{"input_ids": text.tolist(), "attention_mask": [1] * len(text)} for text in texts]
+    unpadded = observe(source, Dataset.from_list(samples), batch_size=1)
+    scores = observe(source, Dataset.from_list(padded(texts, "left")), **run)
+    assert torch.equal(scores.tokens_LE, unpadded.tokens_LE)
+    for name in ("channels_LEI", "first_order_LE", "second_order_LE", "gate_sum_LE"):
+        torch.testing.assert_close(getattr(scores, name), getattr(unpadded, name), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_unpadded_samples_of_unequal_length(source, texts, unpadded):
+    samples = [{"input_ids": text.tolist(), "attention_mask": [1] * len(text)} for text in texts]
+    assert_scores(observe(source, Dataset.from_list(samples), batch_size=1), unpadded)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_shuffling_loader_of_the_user(source, texts, unpadded, batch_size):
+    samples = padded(texts, "right")
+    loader = DataLoader(samples, batch_size=batch_size, shuffle=True, collate_fn=collate)
+    assert_scores(observe(source, loader), unpadded)
+
+
+def test_a_sample_padded_in_another_way_than_before_is_refused():
+    ids = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 4]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    token_mask = TokenMask([{"input_ids": ids, "attention_mask": mask}])
+    with pytest.raises(CoverageError, match=r"1 samples of calibration batch 3 .* do not shuffle"):
+        token_mask.on_embedding(3, torch.nn.Identity(), (torch.tensor([[5, 6, PAD], [7, 8, 9]])[:1],))
+
+
+def test_masks_are_found_by_sample():
+    ids = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 4]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    token_mask = TokenMask([{"input_ids": ids, "attention_mask": mask}])
+    token_mask.on_embedding(0, torch.nn.Identity(), (ids.flip(0),))
+    token_mask.on_embedding(1, torch.nn.Identity(), (ids[1:],))
+    found = token_mask.of(0, 8)
+    assert found is not None
+    assert found.tolist() == [True] * 4 + [True, True, False, False]
+    assert token_mask.of(1, 4) is None or bool(token_mask.of(1, 4).all())
+
+
+def test_data_hash_ignores_the_order_and_nothing_else():
+    first, second = {"input_ids": torch.tensor([[1, 2]])}, {"input_ids": torch.tensor([[3, 4]])}
+    assert data_hash([first, second]) == data_hash([second, first])
+    assert data_hash([first, second]) != data_hash([first, first])
+
+
+@pytest.mark.parametrize("batches", [None, [], [{"labels": torch.ones(1)}], [{"input_ids": torch.ones(1, 0)}]])
+def test_an_empty_calibration_set_is_refused(batches):
+    with pytest.raises(CoverageError):
+        check_batches(batches)

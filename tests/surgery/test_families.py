@@ -1,0 +1,179 @@
+"""Every family goes to disk and back, and stock transformers loads what it can and stops at what it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.conversion_mappings import get_linearize_load_mappings
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
+from runs import W4, aligned, logits, prompt, prune, source, tensors
+from tiny import CONFIGS
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from moe_coverage_plugin import CoverageError, Manifest, load
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
+from moe_coverage_plugin.surgery.expert_names import stores_single_experts
+from moe_coverage_plugin.surgery.experts import remove_expert
+from moe_coverage_plugin.surgery.router import mask_router
+
+# projections of an expert as published checkpoints of the family name them; others: gate_proj, up_proj, down_proj
+FAMILY_NAMES = {"mixtral": {"w1", "w2", "w3"}}
+FAMILIES = tuple(CONFIGS)
+# their published checkpoints hold all experts in one tensor, so stock engines find none of ours
+MERGED_ON_DISK = ("granitemoe", "gpt_oss")
+SINGLE_ON_DISK = tuple(family for family in FAMILIES if family not in MERGED_ON_DISK)
+# group-limited routers need two live experts in each group
+SPARSITY = {"deepseek_v3": 0.2}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    return {family: source(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def runs(sources, tmp_path_factory):
+    """For each family and layout: the checkpoint and what the model in memory answered."""
+    root, found = tmp_path_factory.mktemp("pruned"), {}
+    for family, path in sources.items():
+        for layout in ("ragged", "padded"):
+            output = root / f"{family}_{layout}"
+            model = prune(path, output, layout, sparsity=SPARSITY.get(family, 0.4), min_width=0)
+            found[family, layout] = output, logits(model)
+    for layout in ("ragged", "padded"):
+        output = root / f"w4a16_{layout}"
+        model = prune(sources["qwen3_moe"], output, layout, quantize=True)
+        found["w4a16", layout] = output, logits(model)
+    output = root / "w4a16_mixtral"
+    model = prune(sources["mixtral"], output, quantize=True)
+    found["w4a16_mixtral", "ragged"] = output, logits(model)
+    output = root / "uniform"
+    model = prune(sources["qwen3_moe"], output, "uniform")
+    found["qwen3_moe", "uniform"] = output, logits(model)
+    for name, quantizers in (("one_width", []), ("one_width_w4a16", [QuantizationModifier(**W4)])):
+        output = root / name
+        model = one_width_with_dead_experts(sources["qwen3_moe"])
+        oneshot(model=model, recipe=quantizers, output_dir=str(output))
+        found[name, "ragged"] = output, logits(model)
+    return found
+
+
+def one_width_with_dead_experts(path: Path):
+    """The nasty case: every tensor that is there has the width of all others, and some are missing."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    linearize_moe(model)
+    widths = set()
+    for block in find_expert_blocks(model):
+        remove_expert(block, 2)
+        remove_expert(block, 7)
+        mask_router(block)
+        widths |= set(block.widths)
+    assert widths == {0, 128}
+    modify_save_pretrained(model)
+    save_with_manifest(model, PruningRecord("ragged", 128, 32, {}))
+    return model
+
+
+@pytest.fixture(scope="module")
+def stock(runs):
+    """What transformers answers in a process of its own that knows nothing of us."""
+    paths = [str(path) for path, _ in runs.values()]
+    script = Path(__file__).parent / "stock.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *paths],
+        input=json.dumps(prompt().tolist()),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=script.parent,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {key: answers[str(path)] for key, (path, _) in runs.items()}
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_answers_like_the_model_in_memory(runs, family, layout):
+    path, expected = runs[family, layout]
+    assert torch.equal(logits(aligned(load(path))), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_is_ragged(runs, family):
+    manifest = Manifest.from_checkpoint(runs[family, "ragged"][0])
+    assert manifest is not None
+    assert len(manifest.distinct_widths) > 1
+
+
+@pytest.mark.parametrize("family", MERGED_ON_DISK)
+def test_quantizing_a_family_that_merges_experts_is_refused(sources, tmp_path, family):
+    """Stock transformers would answer, with random experts."""
+    with pytest.raises(CoverageError, match="cannot be quantized"):
+        prune(sources[family], tmp_path / "out", quantize=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_mixtral", "one_width_w4a16"])
+def test_four_bits_are_decompressed_to_what_was_in_memory(runs, name):
+    path, expected = runs[name, "ragged"]
+    # the model in memory decompresses at every product, to the same values
+    torch.testing.assert_close(logits(load(path)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_have_the_names_of_their_family(runs, family):
+    names = {name.split(".")[-2] for name in tensors(runs[family, "ragged"][0]) if ".experts." in name}
+    assert names == FAMILY_NAMES.get(family, {"gate_proj", "up_proj", "down_proj"})
+
+
+RAGGED = [*FAMILIES, "w4a16", "w4a16_mixtral", "one_width", "one_width_w4a16"]
+
+
+@pytest.mark.parametrize("key", [*((name, "ragged") for name in RAGGED), *((f, "padded") for f in MERGED_ON_DISK)])
+def test_stock_transformers_stops_at_what_it_cannot_load(stock, key):
+    assert "error" in stock[key], f"it answered, having left out {stock[key].get('loading_info')}"
+
+
+@pytest.mark.parametrize("key", [*((family, "padded") for family in SINGLE_ON_DISK), ("qwen3_moe", "uniform")])
+def test_stock_transformers_loads_one_width(stock, runs, key):
+    assert "logits" in stock[key], stock[key]
+    assert not stock[key]["loading_info"]
+    found = torch.tensor(stock[key]["logits"])
+    # stock transformers multiplies all experts in one kernel
+    torch.testing.assert_close(found, runs[key][1].flatten(), rtol=1e-4, atol=1e-4)
+
+
+def test_stock_transformers_loads_four_bits_of_one_width(stock, runs):
+    """Or stops: transformers has to decompress experts one by one and merge them."""
+    found = stock["w4a16", "padded"]
+    if "error" not in found:
+        torch.testing.assert_close(
+            torch.tensor(found["logits"]), runs["w4a16", "padded"][1].flatten(), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_after_the_loader_of_the_toolkit(runs, tmp_path):
+    """``load_quantizable_moe`` puts other renamings in the place of the family's, for the whole process."""
+    registered = get_checkpoint_conversion_mapping("qwen3_moe")
+    _, _, renamings = get_linearize_load_mappings("qwen3_moe")
+    register_checkpoint_conversion_mapping("qwen3_moe", renamings, overwrite=True)
+    try:
+        model = load(runs["w4a16", "ragged"][0])
+        assert stores_single_experts(model)
+        oneshot(model=model, recipe=[QuantizationModifier(**W4)], output_dir=str(tmp_path / "out"))
+    finally:
+        register_checkpoint_conversion_mapping("qwen3_moe", registered, overwrite=True)
+    assert tensors(tmp_path / "out").keys() == tensors(runs["w4a16", "ragged"][0]).keys()
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=1e-4, atol=1e-4)
