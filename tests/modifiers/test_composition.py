@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,12 @@ import pytest
 import torch
 import yaml
 from harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
-from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
-from transformers import AutoModelForCausalLM, PreTrainedModel, conversion_mapping
+from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
@@ -134,15 +135,26 @@ def test_reap_in_a_later_run(source: Path, tmp_path: Path):
 # --- models as the toolkit offers them
 
 
-def test_model_object_of_load_quantizable_moe(source: Path, monkeypatch: pytest.MonkeyPatch):
+# In a process of its own: the toolkit's loader patches transformers for good, and what is opened later would suffer.
+OPEN_BY_LOADER = """
+import sys
+import torch
+from harness import W4_GROUP_64, compress, logits, pruning
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from transformers import AutoModelForCausalLM
+# transformers resolves these aliases while the loader patches classes, and they need torchvision
+for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
+    del sys.modules[name]
+with load_quantizable_moe():
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROUP_64)])), sys.argv[2])
+"""
+
+
+def test_model_object_of_load_quantizable_moe(source: Path, tmp_path: Path):
     from_path = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()])
-    # transformers resolves these aliases while it patches classes, and they need torchvision
-    for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
-        monkeypatch.delitem(sys.modules, name)
-    # the toolkit leaves its conversion registered: models that are opened later would get random experts
-    known = conversion_mapping._checkpoint_conversion_mapping_cache
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", dict(known))
-    with load_quantizable_moe():
-        model = AutoModelForCausalLM.from_pretrained(source)
-    from_object = compress(model, [*pruning(0.3), *COMPANIONS["quantization"]()])
-    assert torch.equal(logits(from_object), logits(from_path))
+    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    command = [sys.executable, "-c", OPEN_BY_LOADER, str(source), str(tmp_path / "logits.pt")]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, check=True, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(from_path))
