@@ -86,8 +86,8 @@ def settings() -> dict[str, Modifiers]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MINI_MOE, help="directory with calibration.txt and heldout.txt")
-    parser.add_argument("--calibration-windows", type=int, default=64)
-    parser.add_argument("--heldout-windows", type=int, default=224)
+    parser.add_argument("--calibration-windows", type=int, default=32)
+    parser.add_argument("--heldout-windows", type=int, default=112)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
-from llmcompressor import oneshot
+from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, PreTrainedModel

@@ -10,6 +10,7 @@ import os
 
 # GiB, read when vLLM is imported; enough for a small model on a machine without a GPU
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import LLM, SamplingParams
 
