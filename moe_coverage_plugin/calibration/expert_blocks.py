@@ -16,6 +16,8 @@ from moe_coverage_plugin.manifest import CoverageError
 
 ROUTER_NAMES = ("gate", "router")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# how configs count shared experts that are as many times as wide as a routed one
+SHARED_EXPERT_KEYS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 # where configs keep the width of an expert, in the order in which engines look for it
 WIDTH_KEYS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")
 
@@ -55,6 +57,12 @@ def expert_width(mlp: ExpertMLP) -> int:
     """Channels of an expert: the input features of its ``down_proj``, 0 for a removed expert."""
     down = getattr(mlp, "down_proj", None)
     return down.in_features if down is not None else 0
+
+
+def shared_experts_follow(model: PreTrainedModel) -> bool:
+    """Whether the family sizes its shared experts by the width of routed ones, so that it cannot change for all."""
+    config = model.config.get_text_config()
+    return any(getattr(config, key, None) for key in SHARED_EXPERT_KEYS)
 
 
 def projections(mlp: ExpertMLP) -> dict[str, Linear]:

