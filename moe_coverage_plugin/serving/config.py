@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
+from moe_coverage_plugin.serving.headers import check_headers
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 from moe_coverage_plugin.serving.scheme import Entry, ExpertScheme, expert_scheme, layer_entry, supported_scheme
 
@@ -92,13 +94,20 @@ class CoverageConfig(CompressedTensorsConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: PretrainedConfig | None = None, revision: str | None = None
     ) -> None:
-        """Give the model its original expert width back.
+        """Compare the checkpoint with its widths, and give the model its original expert width back.
 
         A ragged checkpoint declares a width at which stock engines stop. Models derive more from that number, such as
         the width of shared experts and what tensor parallelism must divide.
+
+        Raises:
+            CoverageError: if a local checkpoint lacks tensors that its widths describe, or holds others.
         """
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-        if hf_config is None or self.manifest.layout != "ragged":
+        if self.manifest.layout != "ragged":
+            return
+        if Path(model_name).is_dir() and any(Path(model_name).glob("*.safetensors")):
+            check_headers(Path(model_name), self.manifest)
+        if hf_config is None:
             return
         text_config = hf_config.get_text_config()
         for field in EXPERT_WIDTH_FIELDS:

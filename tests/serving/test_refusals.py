@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin.manifest import CONFIG_KEY
 from tests.serving.engine import checkpoint_path, open_engine
@@ -45,6 +47,41 @@ def test_unknown_schema_version(edited: Callable[..., Path]) -> None:
 def test_experts_in_eight_bits(edited: Callable[..., Path]) -> None:
     path = edited("ragged_w4a16", lambda config: config["config_groups"]["group_0"]["weights"].update(num_bits=8))
     with pytest.raises(ValueError, match=r"experts has int8 weights, .* quantize the pruned model again"):
+        open_engine(path)
+
+
+def lose_a_weight(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight_packed"]
+
+
+def narrow_a_weight(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight_packed"
+    tensors[name] = tensors[name][:, :-8].contiguous()
+
+
+def revive_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    widths = json.loads((checkpoint_path("ragged_w4a16") / "config.json").read_text())["quantization_config"]
+    (layer, experts), *_ = widths[CONFIG_KEY]["dead_experts"].items()
+    tensors[f"{layer}.{experts[0]}.up_proj.weight_packed"] = torch.zeros(128, 16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_a_weight, r"layers\.1\.mlp\.experts expert 3 has width \d+ and so 3 weights, the checkpoint holds 2"),
+        (narrow_a_weight, r"experts\.3\.down_proj\.weight_packed has shape .* not that of width"),
+        (revive_an_expert, r"has width 0 and so 0 weights, the checkpoint holds 1"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_widths(
+    edited: Callable[..., Path], damage: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    path = edited("ragged_w4a16")
+    tensors = load_file(path / "model.safetensors")
+    damage(tensors)
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         open_engine(path)
 
 

@@ -1,0 +1,64 @@
+"""Compares a checkpoint's file headers with its widths, in the user's process and before any weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from safetensors import safe_open
+
+from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.serving.packing import packed_columns
+
+EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
+DOWN_NAMES = ("down_proj", "w2")
+PROJECTIONS = 3
+
+# (layer number, expert) -> checkpoint name and shape of each of its weights
+Found = dict[tuple[int, int], list[tuple[str, list[int]]]]
+
+
+def check_headers(directory: Path, manifest: Manifest) -> None:
+    """Refuse a local checkpoint whose expert weights are not those that its widths describe.
+
+    The loader finds the same, but in another process, whose errors reach the user as "see root cause above".
+
+    Raises:
+        CoverageError: naming the first tensor that is missing, left over or of another width.
+    """
+    found = _expert_weights(directory)
+    for path, widths in manifest.widths.items():
+        layer = re.search(r"\.layers\.(\d+)\.", path)
+        if layer is None:
+            continue  # the loader has the last word on models that number their layers otherwise
+        for expert, width in enumerate(widths):
+            _check_expert(path, expert, width, found.get((int(layer[1]), expert), []))
+
+
+def _expert_weights(directory: Path) -> Found:
+    found: Found = defaultdict(list)
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
+                if (match := EXPERT_TENSOR.search(name)) is not None:
+                    found[int(match[1]), int(match[2])].append((name, shard.get_slice(name).get_shape()))
+    return found
+
+
+def _check_expert(path: str, expert: int, width: int, weights: list[tuple[str, list[int]]]) -> None:
+    expected = PROJECTIONS if width else 0
+    if len(weights) != expected:
+        raise CoverageError(
+            f"{path} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "
+            f"{len(weights)}: copy the checkpoint again, or write it again"
+        )
+    for name, (rows, columns) in weights:
+        *_, projection, tensor = name.split(".")
+        stored = packed_columns(width) if tensor == "weight_packed" else width
+        is_down = projection in DOWN_NAMES
+        if (columns if is_down else rows) != (stored if is_down else width):
+            raise CoverageError(
+                f"{name} has shape [{rows}, {columns}], which is not that of width {width}: tensors and widths are "
+                "not of one checkpoint, write it again"
+            )
