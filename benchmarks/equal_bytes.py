@@ -23,8 +23,10 @@ from typing import Any
 import torch
 import yaml
 from tabulate import tabulate
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.demo import MINI_MOE, Result, compress, measure, windows
+from moe_coverage_plugin.calibration.causal_mask import keep_causal_mask
 
 Modifiers = dict[str, dict[str, Any]]
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "transformers", "torch")
@@ -65,22 +67,29 @@ def four_bits(group_size: int) -> Modifiers:
 
 def settings() -> dict[str, Modifiers]:
     """Rows of the table by name; those of one sparsity have about equal bytes."""
-    rows: dict[str, Modifiers] = {"4 bits (group 64)": four_bits(64)}
-    for percent in (25, 50):
-        sparsity = percent / 100
-        methods = {
-            "paper, a=64": ours(sparsity, 64),
-            "paper, a=128": ours(sparsity, 128),
-            "coverage inside layers, exact ALA, a=64": inside_layers(sparsity, 64),
-            "one width, activation": one_width(sparsity),
-            "REAP, whole experts": {"REAPPruningModifier": {"sparsity": sparsity}},
-        }
-        rows |= {f"{percent} % {name}": modifiers for name, modifiers in methods.items()}
-        rows |= {
-            f"{percent} % {name} + 4 bits": methods[name] | four_bits(64)
-            for name in ("paper, a=64", "REAP, whole experts")
-        }
-    return rows
+    reap: dict[float, Modifiers] = {p: {"REAPPruningModifier": {"sparsity": p}} for p in (0.25, 0.5)}
+    return {
+        "4 bits": four_bits(64),
+        "25 % paper, a=128": ours(0.25, 128),
+        "25 % paper, a=64": ours(0.25, 64),
+        "25 % inside layers, exact ALA, a=64": inside_layers(0.25, 64),
+        "25 % one width for all": one_width(0.25),
+        "25 % REAP, whole experts": reap[0.25],
+        "25 % paper, a=64 + 4 bits": ours(0.25, 64) | four_bits(64),
+        "25 % inside layers, exact ALA, a=64 + 4 bits": inside_layers(0.25, 64) | four_bits(64),
+        "25 % REAP, whole experts + 4 bits": reap[0.25] | four_bits(64),
+        "50 % paper, no alignment": ours(0.5, None),
+        "50 % inside layers, exact ALA, a=64": inside_layers(0.5, 64),
+        "50 % one width for all": one_width(0.5),
+        "50 % REAP, whole experts": reap[0.5],
+    }
+
+
+def open_causal(path: Path) -> PreTrainedModel:
+    """The model as the toolkit should see it: without our modifiers it would calibrate REAP with attention ahead."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    keep_causal_mask(model)
+    return model
 
 
 def main() -> None:
@@ -100,7 +109,7 @@ def main() -> None:
         recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": modifiers}}, sort_keys=False)
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "model"
-            compress(args.model, recipe, output, calibration)
+            compress(open_causal(args.model), args.model, recipe, output, calibration)
             results.append(measure(name, output, channels, heldout))
     print(markdown(results))
     if args.json:

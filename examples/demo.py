@@ -58,12 +58,14 @@ def recipe_of(name: str, prune: bool, quantize: bool) -> str:
     return yaml.safe_dump({"prune_stage": {"prune_modifiers": kept}}, sort_keys=False)
 
 
-def compress(model_path: Path, recipe: str, output: Path, calibration: torch.Tensor) -> None:
+def compress(
+    model: str | PreTrainedModel, tokenizer: Path, recipe: str, output: Path, calibration: torch.Tensor
+) -> None:
     """Run one recipe on the calibration windows."""
-    dataset = Dataset.from_dict({"input_ids": calibration.tolist()})
     oneshot(
-        model=str(model_path),
-        dataset=dataset,
+        model=model,
+        tokenizer=str(tokenizer),
+        dataset=Dataset.from_dict({"input_ids": calibration.tolist()}),
         recipe=recipe,
         num_calibration_samples=len(calibration),
         batch_size=8,
@@ -139,7 +141,8 @@ def main() -> None:
         "p_q4": ("pruned + 4-bit", True, True),
     }
     for folder, (name, prune, quantize) in variants.items():
-        compress(args.model, recipe_of(args.recipe, prune, quantize), args.output / folder, calibration)
+        recipe = recipe_of(args.recipe, prune, quantize)
+        compress(str(args.model), args.model, recipe, args.output / folder, calibration)
         results.append(measure(name, args.output / folder, channels, heldout))
     print(f"\n{args.recipe} on {args.model.name}: {len(heldout)} held-out windows of {heldout.shape[1]} tokens\n")
     print(table(results))
