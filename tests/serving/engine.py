@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 REPOSITORY = Path(__file__).parents[2]
-ARTIFACTS = Path(os.environ.get("MOE_COVERAGE_ARTIFACTS", REPOSITORY / ".artifacts"))
+ARTIFACTS = Path(os.environ.get("MOE_COVERAGE_ARTIFACTS", REPOSITORY / ".artifacts")).absolute()
 
 # Prompts are token ids, so that checkpoints need no tokenizer. One process unless a test asks for more.
 OPTIONS: dict[str, Any] = {
