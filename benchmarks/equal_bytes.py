@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -97,7 +98,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MINI_MOE, help="directory with calibration.txt and heldout.txt")
     parser.add_argument("--calibration-windows", type=int, default=32)
     parser.add_argument("--heldout-windows", type=int, default=112)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", default="", help="measure only rows whose name this regular expression finds")
+    parser.add_argument("--json", type=Path, help="write the rows; those of other names that it holds stay")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -105,12 +107,17 @@ def main() -> None:
     heldout = windows(args.model, "heldout.txt", args.heldout_windows)
     channels = 4 * 16 * 384
     results = [measure("original", args.model, channels, heldout)]
-    for name, modifiers in settings().items():
+    chosen = {name: modifiers for name, modifiers in settings().items() if re.search(args.rows, name)}
+    for name, modifiers in chosen.items():
         recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": modifiers}}, sort_keys=False)
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "model"
             compress(open_causal(args.model), args.model, recipe, output, calibration)
             results.append(measure(name, output, channels, heldout))
+    if args.json and args.json.exists():
+        measured = {result.name: result for result in results}
+        known = {row["name"]: Result(**row) for row in json.loads(args.json.read_text())["results"]}
+        results = list((known | measured).values())
     print(markdown(results))
     if args.json:
         args.json.write_text(json.dumps(record(results), indent=1) + "\n")
