@@ -3,7 +3,7 @@
 Every row is compressed by a recipe, saved, opened again and measured on held-out text. Prints a Markdown table and,
 with ``--json``, writes the figures with versions, command and seed.
 
-    python benchmarks/equal_bytes.py --json benchmarks/equal_bytes.json
+    PYTHONPATH=. python benchmarks/equal_bytes.py --json benchmarks/equal_bytes.json
 """
 
 from __future__ import annotations
