@@ -26,7 +26,7 @@ import yaml
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.demo import MINI_MOE, Result, compress, measure, windows
+from examples.demo import MINI_MOE, Result, compress, expert_channels, measure, windows
 from moe_coverage_plugin.calibration.causal_mask import keep_causal_mask
 
 Modifiers = dict[str, dict[str, Any]]
@@ -105,7 +105,7 @@ def main() -> None:
     torch.manual_seed(0)
     calibration = windows(args.model, "calibration.txt", args.calibration_windows)
     heldout = windows(args.model, "heldout.txt", args.heldout_windows)
-    channels = 4 * 16 * 384
+    channels = expert_channels(args.model)
     results = [measure("original", args.model, channels, heldout)]
     chosen = {name: modifiers for name, modifiers in settings().items() if re.search(args.rows, name)}
     for name, modifiers in chosen.items():

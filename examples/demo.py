@@ -22,7 +22,7 @@ from datasets import Dataset
 from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, PreTrainedModel
 
 import moe_coverage_plugin
 from moe_coverage_plugin import Manifest, recipe_path
@@ -48,6 +48,12 @@ def windows(model_path: Path, file: str, count: int, length: int = 512) -> torch
     ids = torch.tensor(tokenizer((model_path / file).read_text(encoding="utf-8"))["input_ids"])
     rows = ids[: len(ids) - len(ids) % length].reshape(-1, length)
     return rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()]
+
+
+def expert_channels(model_path: Path) -> int:
+    """Channels of all experts of an unpruned model whose layers are all mixtures."""
+    config = AutoConfig.from_pretrained(model_path)
+    return config.num_hidden_layers * config.num_experts * config.moe_intermediate_size
 
 
 def recipe_of(name: str, prune: bool, quantize: bool) -> str:
@@ -130,8 +136,7 @@ def main() -> None:
 
     calibration = windows(args.model, "calibration.txt", args.calibration_windows)
     heldout = windows(args.model, "heldout.txt", args.heldout_windows)
-    config = AutoModelForCausalLM.from_pretrained(args.model).config
-    channels = config.num_hidden_layers * config.num_experts * config.moe_intermediate_size
+    channels = expert_channels(args.model)
 
     shutil.rmtree(args.output, ignore_errors=True)
     results = [measure("original", args.model, channels, heldout)]

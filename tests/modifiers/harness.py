@@ -38,6 +38,16 @@ W4_GROUP_64: dict[str, Any] = {
     "ignore": ["lm_head", "re:.*shared_expert_gate$"],
 }
 
+# the smallest recipe that cuts anything
+YAML = """
+prune_stage:
+  prune_modifiers:
+    AttributionModifier: {}
+    CoverageModifier: {sparsity: 0.25, inter_layer: uniform}
+    AlignmentModifier: {block_size: 64, min_width: 64}
+    ChannelPruningModifier: {}
+"""
+
 
 def save_tiny(directory: Path, family: str = "qwen3_moe", **config: Any) -> Path:
     """A model small enough for a whole ``oneshot`` to take half a second."""

@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import CHANNELS, EXPERTS, LAYERS, compress, pruning, widths
+from harness import CHANNELS, EXPERTS, LAYERS, YAML, compress, pruning, widths
 
 from moe_coverage_plugin import Manifest
 
 TOTAL = LAYERS * EXPERTS * CHANNELS
 AS_MAPPING = {"sparsity": 0.4, "block_size": 32, "min_width": 32, "intra_layer": "topk_channel", "layer_batches": 2}
 AS_LIST = [f"{name}={value}" for name, value in AS_MAPPING.items()]
-YAML = """
-prune_stage:
-  prune_modifiers:
-    AttributionModifier: {}
-    CoverageModifier: {sparsity: 0.25, inter_layer: uniform}
-    AlignmentModifier: {block_size: 64, min_width: 64}
-    ChannelPruningModifier: {}
-"""
 
 
 def written(output: Path) -> list[dict[str, dict[str, Any]]]:

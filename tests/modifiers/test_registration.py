@@ -8,20 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import compress, pruning, widths
+from harness import YAML, compress, pruning, widths
 from llmcompressor.modifiers import ModifierFactory
 
 import moe_coverage_plugin
 
 NAMES = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]
-YAML = """
-prune_stage:
-  prune_modifiers:
-    AttributionModifier: {}
-    CoverageModifier: {sparsity: 0.25, inter_layer: uniform}
-    AlignmentModifier: {block_size: 64, min_width: 64}
-    ChannelPruningModifier: {}
-"""
 
 
 def registered() -> dict[str, type]:
