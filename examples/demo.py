@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Compre
 
 import moe_coverage_plugin
 from moe_coverage_plugin import Manifest, recipe_path
-from moe_coverage_plugin.calibration.layer_loss import next_token_loss
+from moe_coverage_plugin.calibration.next_token import next_token_loss
 
 MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 PRUNING = ("AttributionModifier", "CoverageModifier", "AlignmentModifier", "ChannelPruningModifier")

@@ -1,16 +1,16 @@
 """Structural compression of mixture-of-experts models: a plugin for llm-compressor, and one for vLLM.
 
-Importing the package registers the modifiers where llm-compressor is installed. In a serving environment, which has
-none, it costs nothing: vLLM finds :func:`moe_coverage_plugin.serving.register` through its entry point.
+Importing the package makes llm-compressor know the modifiers, as soon as it is imported itself. That costs nothing, in
+a serving environment neither: vLLM finds :func:`moe_coverage_plugin.serving.register` through its entry point.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.recipe_files import recipe_path
+from moe_coverage_plugin.registration import register_modifiers
 
 if TYPE_CHECKING:
     from moe_coverage_plugin.modifiers import (
@@ -32,13 +32,7 @@ __all__ = [
     "recipe_path",
 ]
 
-if find_spec("llmcompressor") is not None:
-    from llmcompressor.modifiers import ModifierFactory
-
-    from moe_coverage_plugin import modifiers
-
-    for _name in modifiers.__all__:
-        ModifierFactory.register(_name, getattr(modifiers, _name))
+register_modifiers()
 
 
 def __getattr__(name: str) -> Any:

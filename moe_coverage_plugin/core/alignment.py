@@ -1,17 +1,23 @@
-"""Alignment of expert widths to blocks (AAR, paper appendix): kernels and quantization groups want multiples."""
+"""Alignment of expert widths to blocks: kernels and quantization groups want multiples.
+
+:func:`align_widths` rounds given widths (AAR, paper appendix), :func:`align_blocks` chooses the best blocks instead.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.checks import require_non_negative
-from moe_coverage_plugin.core.ragged import prefix_scores
+from moe_coverage_plugin.core.coverage import count_smallest
+from moe_coverage_plugin.core.ragged import prefix_scores, sort_descending
 from moe_coverage_plugin.manifest import CoverageError
 
 RemainderRule = Literal["l-r-c", "l-r-s"]
+AlignmentStrategy = Literal["hamilton", "blocks"]
 
 
 class Alignment(NamedTuple):
@@ -82,6 +88,73 @@ def _remainders(before_LE: Tensor, floor_LE: Tensor, scores_LEI: Tensor, rule: R
     return torch.stack(
         [prefix_scores(scores_EI).gather(-1, ends_E2).diff().squeeze(-1) for scores_EI, ends_E2 in rows]
     )
+
+
+def align_blocks(
+    widths_LE: Tensor, scores_LEI: Tensor, block_size: int, top_k_L: Sequence[int], across_layers: bool
+) -> Alignment:
+    """The aligned widths that keep the largest score, with as many channels as ``widths_LE`` has, in whole blocks.
+
+    Maximises ``sum_le S_le(N_le)`` over ``N_le in {0, a, 2a, ..., I}`` subject to ``sum N_le <= sum widths_LE``, in
+    each layer or over all of them, and to at least ``top_k`` experts with ``N_le > 0`` in every layer.
+
+    Block ``j`` of an expert holds its channels number ``j a + 1 .. (j + 1) a`` in the order of their scores, so the
+    scores ``S((j + 1) a) - S(j a)`` of an expert's blocks do not increase with ``j``, and the best blocks overall
+    always form a prefix of every expert: taking them one by one is optimal. The experts that a router needs enter
+    first, with their best block: an optimum that leaves one of the ``top_k`` best first blocks of a layer out would
+    not lose by exchanging a last block of that layer for it. Equal scores are served in the order of the block, then
+    of the expert.
+
+    Args:
+        widths_LE: integer; only their sums are read, over each layer or over all.
+        scores_LEI: channel scores, finite and not negative.
+        block_size: ``a``, a divisor of ``I``.
+        top_k_L: experts that the router of each layer picks.
+        across_layers: blocks of different layers compete; needs scores on one scale.
+
+    Raises:
+        CoverageError: a block size that does not divide ``I``, NaN, infinite or negative scores, or a budget below
+            ``top_k`` blocks in a layer.
+    """
+    layers, experts, channels = scores_LEI.shape
+    check_alignment(block_size, 0, channels)
+    require_non_negative(scores_LEI, "channel scores", ("layer", "expert"))
+    before_LE = widths_LE.detach().to("cpu", torch.int64)
+    assert before_LE.shape == scores_LEI.shape[:-1]
+
+    # [L, E, blocks]: what each block of an expert adds
+    blocks_LEB = sort_descending(scores_LEI).unflatten(-1, (-1, block_size)).sum(-1)
+    first_LE = blocks_LEB[..., 0]
+    reserved_LE = torch.zeros_like(first_LE, dtype=torch.bool)
+    for layer, top_k in enumerate(top_k_L):
+        best_E = torch.sort(first_LE[layer], descending=True, stable=True).indices
+        reserved_LE[layer, best_E[:top_k]] = True
+
+    # across layers the model is one problem, otherwise each layer is one
+    problems = 1 if across_layers else layers
+    blocks_PEB, reserved_PE = (
+        blocks_LEB.reshape(problems, -1, channels // block_size),
+        reserved_LE.reshape(problems, -1),
+    )
+    budgets_P = (before_LE.reshape(problems, -1).sum(-1) // block_size).tolist()
+    counts_PE = [_best_blocks(*problem) for problem in zip(blocks_PEB, reserved_PE, budgets_P, strict=True)]
+    aligned_LE = torch.stack(counts_PE).reshape(layers, experts) * block_size
+    dropped = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
+    unspent = int(before_LE.sum() - aligned_LE.sum())
+    return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in dropped])
+
+
+def _best_blocks(blocks_EB: Tensor, reserved_E: Tensor, budget: int) -> Tensor:
+    """How many blocks each expert keeps when reserved experts keep at least one."""
+    needed = int(reserved_E.sum())
+    if budget < needed:
+        raise CoverageError(
+            f"{budget} blocks are too few for {needed} experts that routers pick for a token: lower sparsity or "
+            "block_size"
+        )
+    blocks_EB = blocks_EB.clone()
+    blocks_EB[reserved_E, 0] = torch.inf
+    return count_smallest(-blocks_EB, budget)
 
 
 def check_alignment(block_size: int, min_width: int, channels: int) -> None:

@@ -24,8 +24,7 @@ with the gradient at the scaled output ``z'_e = (1 - eps) z_e``, it is ``-<dL/dz
 with routing weight 1: it is scaled along, takes its part of the sum, and is never pruned. Summed over all experts, the
 shared one included, the first order is then the number of tokens with ``y != 0``.
 
-All functions take the rows that one expert sees (``N`` tokens routed to it, in any one order), in any floating dtype,
-on any device, and return float64 on that device, to be added over batches.
+Functions take rows in any floating dtype on any device and return float64 on that device, to be added over batches.
 """
 
 from __future__ import annotations
@@ -37,42 +36,60 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.ragged import ExpertWeights
 
-ChannelMetric = Literal["activation", "weight", "weight_activation"]
-ExpertImportance = Literal["first_order", "second_order"]
+ChannelMetric = Literal[
+    "activation", "weight", "weight_activation", "gradient", "activation_gradient", "snip", "fisher"
+]
+ExpertImportance = Literal["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"]
+
+
+# rows that are worked on at a time, so that copies in a wider dtype stay small
+CHUNK_ROWS = 1 << 14
 
 
 class ExpertContributions(NamedTuple):
-    """Contributions of one expert over one batch, float64 scalars (see the module for their derivation)."""
+    """What one expert contributes to each of its tokens, float64 ``[M]`` (see the module for their derivation)."""
 
-    first_order: Tensor
-    second_order: Tensor
+    first_order_M: Tensor
+    second_order_M: Tensor
 
 
-def expert_contributions(z_NH: Tensor, gate_N: Tensor, y_NH: Tensor) -> ExpertContributions:
-    """First-order ``sum_t <g z, y> / ||y||^2`` and second-order ``sum_t ||g z||^2 / ||y||^2`` of one expert.
+def expert_contributions(z_MH: Tensor, gate_M: Tensor, y_TH: Tensor, token_M: Tensor) -> ExpertContributions:
+    """First-order ``<g z, y> / ||y||^2`` and second-order ``||g z||^2 / ||y||^2`` of experts, row by row.
 
     Source: paper, section on attribution; closed forms derived in this module's docstring. Tokens with ``y = 0``
     contribute nothing: no expert can change an answer that is relative to zero.
 
     Args:
-        z_NH: the expert's output for its routed tokens, before the routing weight.
-        gate_N: the routing weights.
-        y_NH: the block's output for the same tokens, in the same order.
+        z_MH: outputs of experts, before the routing weight.
+        gate_M: the routing weights.
+        y_TH: the block's output.
+        token_M: the token that each row belongs to, int64.
     """
-    assert z_NH.shape == y_NH.shape
-    assert gate_N.shape == z_NH.shape[:1]
-    z_NH, y_NH = _at_least_float32(z_NH), _at_least_float32(y_NH)
-    gate_N = gate_N.double()
-    norm_N = y_NH.square().sum(-1, dtype=torch.float64)
-    inverse_N = torch.where(norm_N > 0, 1 / norm_N, 0.0)
-    dot_N = (z_NH * y_NH).sum(-1, dtype=torch.float64)
-    square_N = z_NH.square().sum(-1, dtype=torch.float64)
-    return ExpertContributions((gate_N * dot_N * inverse_N).sum(), (gate_N.square() * square_N * inverse_N).sum())
+    assert gate_M.shape == token_M.shape == z_MH.shape[:1]
+    norm_T = torch.cat([squares(rows_TH).sum(-1, dtype=torch.float64) for rows_TH in y_TH.split(CHUNK_ROWS)])
+    inverse_M = torch.where(norm_T > 0, 1 / norm_T, 0.0)[token_M]
+    dots, norms = [], []
+    for rows_MH, tokens_M in zip(z_MH.split(CHUNK_ROWS), token_M.split(CHUNK_ROWS), strict=True):
+        rows_MH = _at_least_float32(rows_MH)
+        dots.append((rows_MH * y_TH[tokens_M]).sum(-1, dtype=torch.float64))
+        norms.append(rows_MH.square().sum(-1, dtype=torch.float64))
+    gate_M = gate_M.double()
+    return ExpertContributions(gate_M * torch.cat(dots) * inverse_M, gate_M.square() * torch.cat(norms) * inverse_M)
 
 
-def channel_sums(a_NI: Tensor) -> Tensor:
-    """Sum of squares over tokens, float64: ``[I]`` of the input of ``down_proj``, or ``[H]`` of an expert's input."""
-    return _at_least_float32(a_NI).square().sum(0, dtype=torch.float64)
+def segment_sums(values: Tensor, lengths_E: Tensor) -> Tensor:
+    """Sums over rows that follow one another, ``lengths_E[e]`` of them for each expert, float64 ``[E, ...]``.
+
+    Args:
+        values: ``[M, ...]``.
+        lengths_E: int64 on the same device, summing to ``M``, which is not checked: a check would wait for the device.
+    """
+    return torch.segment_reduce(values.double(), "sum", lengths=lengths_E, axis=0, unsafe=True)
+
+
+def squares(a_MI: Tensor) -> Tensor:
+    """Squares in float32 or wider; summed over an expert's tokens they are the square of its channels' norms."""
+    return _at_least_float32(a_MI).square()
 
 
 def finalize_channel_scores(
@@ -91,9 +108,9 @@ def finalize_channel_scores(
 
     Args:
         metric: one of ``ChannelMetric``.
-        channel_sums_I: :func:`channel_sums` of ``A``, added over batches.
+        channel_sums_I: :func:`squares` of ``A``, summed over its tokens.
         weights: the expert; needed by ``weight`` and ``weight_activation``.
-        input_sums_H: :func:`channel_sums` of the expert's input over its routed tokens; needed by
+        input_sums_H: :func:`squares` of the expert's input, summed over its tokens; needed by
             ``weight_activation``.
 
     Returns:

@@ -1,4 +1,6 @@
-"""The method as llm-compressor modifiers."""
+"""The method as llm-compressor modifiers; importing this package registers them."""
+
+from llmcompressor.modifiers import ModifierFactory
 
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -6,3 +8,6 @@ from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 
 __all__ = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]
+
+for _name in __all__:
+    ModifierFactory.register(_name, globals()[_name])

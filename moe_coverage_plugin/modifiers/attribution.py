@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.distributed import is_distributed
+from compressed_tensors.distributed import is_distributed, is_source_process
 from compressed_tensors.quantization.utils import is_module_quantized
-from llmcompressor.core import Event, State, active_session
+from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import Field, PrivateAttr
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
+from moe_coverage_plugin.calibration.gathering import gather_scores
+from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
-from moe_coverage_plugin.calibration.observer import BlockObserver, gather_scores
-from moe_coverage_plugin.calibration.scores import AttributionScores
-from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches, data_hash
+from moe_coverage_plugin.calibration.observation import observe_batches
+from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.calibration.provenance import check_scores, check_writable, environment, routers_hash
+from moe_coverage_plugin.calibration.token_mask import check_batches, data_hash
+from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NLL_IMPORTANCES
+from moe_coverage_plugin.core.score_file import load_scores, save_scores
+from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
@@ -31,19 +38,28 @@ class AttributionModifier(Modifier):
     """Observes experts on calibration data and scores their channels, the experts and the layers. Changes no weight.
 
     Only tokens that the router sent to an expert count for it, whether or not ``moe_calibrate_all_experts`` shows it
-    others, and padding never counts. One forward pass, no gradients; the loss of fading layers costs one pass over
+    others, and padding never counts. What needs no gradient costs one forward pass. Gradients cost one pass forward
+    and backward instead, through the model's head; weights get none, and of each decoder layer only its input is kept.
+    Tokens whose ``labels`` are -100 are not predicted in it. The loss of fading layers costs one forward pass over
     ``layer_batches`` batches for every layer besides.
 
     Args:
-        channel_metric: ``activation`` (L2 norm of the channel over the expert's tokens, the paper's default),
-            ``weight`` (L2 norms of its weights) or ``weight_activation`` (weights times input norms).
-        expert_importance: ``first_order`` (the paper's attribution) or ``second_order`` (the exact loss of removing
-            the expert); both in closed form, at no extra cost.
+        channel_metric: without gradients ``activation`` (L2 norm of the channel over the expert's tokens, the paper's
+            default), ``weight`` (L2 norms of its weights) or ``weight_activation`` (weights times input norms). From
+            gradients ``fisher`` (``sum_t (A dNLL/dA)^2``, comparable between layers), and the paper's ``gradient``,
+            ``activation_gradient`` and ``snip`` (see ``core/gradients.py``).
+        expert_importance: in closed form, at no extra cost, ``first_order`` (the paper's attribution) or
+            ``second_order`` (the exact loss of removing the expert). From gradients ``nll_signed``, ``nll_absolute``
+            or ``nll_squared``: ``sum_t u_t`` with its sign reversed, of ``|u_t|``, or of ``u_t^2``, where
+            ``u_t = <dNLL/dz_t, z_t>``.
         layer_noise: how far a layer's output fades when its importance is measured, in (0, 1]; 1 removes it. ``None``:
             not measured.
-        layer_batches: how many calibration batches measure the layers.
+        layer_batches: how many calibration batches measure the layers, on each rank.
         ema: decay of an exponential moving average over batches, as in the paper's code; ``None``: plain sums.
         ignore: expert blocks to leave whole: names, classes or ``re:`` patterns of them or of modules around them.
+        scores: file of an earlier run on the same model to take the scores from; nothing is measured then, and what
+            the file holds counts for the fields that say what to measure.
+        save_scores: file to write the scores to as soon as they are measured. A copy lies beside every checkpoint.
 
     Example recipe::
 
@@ -51,7 +67,8 @@ class AttributionModifier(Modifier):
           channel_metric: activation
     """
 
-    requires_calibration_data: bool = True
+    # its pass over the data is its own, not one of the toolkit's
+    requires_calibration_data: bool = False
 
     channel_metric: ChannelMetric = "activation"
     expert_importance: ExpertImportance = "first_order"
@@ -59,12 +76,12 @@ class AttributionModifier(Modifier):
     layer_batches: int = 16
     ema: float | None = None
     ignore: list[str] = Field(default_factory=list)
+    scores: str | None = None
+    save_scores: str | None = None
 
     _blocks: list[ExpertBlock] = PrivateAttr(default_factory=list)
-    _observers: list[BlockObserver] = PrivateAttr(default_factory=list)
-    _layer_loss_L: Tensor | None = PrivateAttr(default=None)
-    _scores: AttributionScores | None = PrivateAttr(default=None)
-    _calibration: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _measured: AttributionScores | None = PrivateAttr(default=None)
+    _provenance: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def blocks(self) -> list[ExpertBlock]:
@@ -77,21 +94,20 @@ class AttributionModifier(Modifier):
         return uniform_shape(self._blocks)[1]
 
     @property
-    def scores(self) -> AttributionScores:
+    def measured(self) -> AttributionScores:
         """The scores, once this modifier's pass has ended."""
-        assert self._scores is not None, "AttributionModifier has not run yet"
-        return self._scores
+        assert self._measured is not None, "AttributionModifier has not run yet"
+        return self._measured
 
     @property
-    def calibration(self) -> dict[str, Any]:
-        """What the scores were measured on: hash of the token ids and number of batches."""
-        return self._calibration
+    def provenance(self) -> dict[str, Any]:
+        """What the scores were measured on and with."""
+        return self._provenance
 
     @property
-    def expert_scores(self) -> Tensor:
-        """The chosen expert importance, ``[L, E]``."""
-        first_order = self.expert_importance == "first_order"
-        return self.scores.first_order_LE if first_order else self.scores.second_order_LE
+    def uses_gradients(self) -> bool:
+        """Whether a pass forward and backward is needed."""
+        return self.channel_metric in GRADIENT_METRICS or self.expert_importance in NLL_IMPORTANCES
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
@@ -99,7 +115,12 @@ class AttributionModifier(Modifier):
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
         self._refuse_quantized()
-        check_batches(state.data.calib)
+        if self.scores is not None:
+            self._take_scores(self.scores)
+        else:
+            check_batches(state.data.calib)
+        if self.save_scores is not None:
+            check_writable(Path(self.save_scores))
         keep_causal_mask(state.model)
         return True
 
@@ -116,6 +137,8 @@ class AttributionModifier(Modifier):
             raise CoverageError(f"layer_batches is {self.layer_batches}, at least 1 batch must measure the layers")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise CoverageError(f"ema is {self.ema}, a decay lies above 0 and below 1; None sums plainly")
+        if self.ema is not None and self.uses_gradients:
+            raise CoverageError(f"ema={self.ema} averages no gradients: leave it None, or choose metrics without them")
         if self.ema is not None and is_distributed():
             raise CoverageError(
                 f"ema={self.ema} averages over the order of batches, which ranks do not share: leave it None"
@@ -138,8 +161,19 @@ class AttributionModifier(Modifier):
                 f"{quantized} is quantized already: prune the 16-bit model, then quantize what is left"
             )
 
+    def _take_scores(self, path: str) -> None:
+        self._measured, self._provenance = load_scores(path)
+        check_scores(path, self._measured, self._provenance, self._blocks)
+        if "channel_metric" in self.model_fields_set and self.channel_metric != self._measured.channel_metric:
+            raise CoverageError(
+                f"{path} holds {self._measured.channel_metric} scores and the recipe asks for {self.channel_metric}: "
+                "leave channel_metric out, or scores"
+            )
+
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         refuse_shared_pass(self)
+        if self.scores is not None:
+            return
         # an earlier modifier may have removed whole experts since the recipe initialized
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
@@ -147,48 +181,35 @@ class AttributionModifier(Modifier):
         # the pass that follows draws its samples anew: it must see these, in this order
         with torch.random.fork_rng(devices=[]):
             batches = list(state.data.calib)
-        self._calibration = {"calibration_sha256": data_hash(batches), "calibration_batches": len(batches)}
+        self._provenance = self._describe(state.model, batches)
+        # a pass before this one turns on the quantizers that follow, and they are not calibrated yet
+        with DisableQuantization(state.model):
+            self._measured = self._measure(state.model, batches)
+        if self.save_scores is not None and is_source_process():
+            save_scores(self.save_scores, self._measured, self._provenance)
+
+    def _measure(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> AttributionScores:
+        observers = [BlockObserver(block, self.channel_metric, self.ema) for block in self._blocks]
+        gradients = [GradientObserver(block, self.channel_metric) for block in self._blocks if self.uses_gradients]
+        observe_batches(model, batches, observers, gradients)
+        layer_loss_L = None
         if self.layer_noise is not None:
-            chosen = batches[: self.layer_batches]
-            # a pass before this one turns on the quantizers that follow, and they are not calibrated yet
-            with DisableQuantization(state.model):
-                self._layer_loss_L = layer_loss_rise(state.model, self._blocks, chosen, self.layer_noise)
-        self._register_observers(state, TokenMask(batches))
+            layer_loss_L = layer_loss_rise(model, self._blocks, batches[: self.layer_batches], self.layer_noise)
+        return gather_scores(observers, gradients, layer_loss_L)
 
-    def _register_observers(self, state: State, token_mask: TokenMask) -> None:
-        session_state = active_session().state
-
-        def register(target: Any, hook: Any, kind: str) -> None:
-            # the toolkit's signature says that hooks take one argument
-            self.register_hook(target, hook, kind)
-
-        def on_embedding(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-            token_mask.on_embedding(session_state.current_batch_idx, module, args)
-
-        def real_tokens(tokens: int) -> Tensor | None:
-            return token_mask.of(session_state.current_batch_idx, tokens)
-
-        register(state.model.get_input_embeddings(), on_embedding, "forward_pre")
-        for block in self._blocks:
-            observer = BlockObserver(block, self.channel_metric, self.ema, real_tokens)
-            self._observers.append(observer)
-            register(block.experts, observer.on_routing, "forward_pre")
-            for index, mlp in enumerate(block.mlps):
-                register(mlp.down_proj, partial(observer.on_expert, index), "forward")
-            register(block.moe, observer.on_output, "forward")
-
-    def on_sequential_epoch_end(
-        self, state: State, event: Event, modules: list[torch.nn.Module], **kwargs: Any
-    ) -> None:
-        for observer in self._observers:
-            observer.check_finite()
+    def _describe(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+        return {
+            "model": model.config._name_or_path,
+            "routers_sha256": routers_hash(self._blocks),
+            "calibration_sha256": data_hash(batches),
+            "calibration_batches": len(batches),
+            "attribution": self.model_dump(exclude={*Modifier.model_fields, "scores", "save_scores"}),
+            **environment(),
+        }
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        self.remove_hooks()
-        self._scores = gather_scores(self._observers, self._layer_loss_L)
-        self._observers.clear()
-        unreached = self._scores.unreached
+        unreached = self.measured.unreached
         for name, experts in unreached.items():
             logger.warning(f"No calibration token reached experts {experts} of {name}: they score zero")
         count = sum(map(len, unreached.values()))
-        logger.info(f"Observed {self._scores.tokens_LE.numel()} experts, {count} of them without a token")
+        logger.info(f"Observed {self.measured.tokens_LE.numel()} experts, {count} of them without a token")

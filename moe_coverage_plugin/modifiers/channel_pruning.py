@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from llmcompressor.core import Event, State
+from compressed_tensors.offload import update_offload_parameter
+from compressed_tensors.utils import align_module_device
+from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
 from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn import Linear
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.expert_blocks import (
@@ -27,17 +26,22 @@ from moe_coverage_plugin.calibration.expert_blocks import (
     projections,
     shared_experts_follow,
 )
-from moe_coverage_plugin.core.ragged import kept_channels, prefix_scores
+from moe_coverage_plugin.calibration.gram import GramObserver
+from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches
+from moe_coverage_plugin.calibration.traced_experts import traced_experts
+from moe_coverage_plugin.core.ragged import kept_channels
+from moe_coverage_plugin.core.reconstruction import reconstruct_down
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
-from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around, running_oneshot
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
+from moe_coverage_plugin.modifiers.pruning_checks import check_routable, refuse_neighbours
+from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-from moe_coverage_plugin.surgery.checkpoint import PruningRecord, check_output, save_with_manifest
+from moe_coverage_plugin.surgery.checkpoint import check_output, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import check_quantizable
-from moe_coverage_plugin.surgery.experts import prune_block
+from moe_coverage_plugin.surgery.experts import prune_block, remove_expert
 from moe_coverage_plugin.surgery.router import mask_router
 
 
@@ -51,6 +55,10 @@ class ChannelPruningModifier(Modifier):
             expert, so that stock engines load it, at no saving. ``uniform`` gives all experts the average width of the
             budget and their best channels: stock engines load it and save memory. A stock router cannot be masked, so
             the latter two remove no expert whole, and one width must do for all, so they leave no layer out.
+        reconstruct: fit the kept columns ``W'`` of every ``down_proj`` to what the whole expert answered on the
+            calibration set, ``min sum_t g^2 ||W A_t - W' A_tk||^2 + lambda ||W' - W_k||^2``, layer by layer, so that
+            later layers are fitted to what earlier ones now answer. Costs one forward pass.
+        pictures: draw the plan into a folder beside the checkpoint's weights.
 
     Example recipe::
 
@@ -59,17 +67,24 @@ class ChannelPruningModifier(Modifier):
     """
 
     layout: Layout = "ragged"
+    reconstruct: bool = False
+    pictures: bool = True
 
     _coverage: CoverageModifier = PrivateAttr()
     _planner: PlanModifier = PrivateAttr()
     _recipe: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+    _kept: dict[str, list[Tensor]] = PrivateAttr(default_factory=dict)
+    _widths_LE: Tensor = PrivateAttr()
+    _padded_width: int | None = PrivateAttr(default=None)
+    _observed: list[tuple[GramObserver, ExitStack]] = PrivateAttr(default_factory=list)
+    _bytes_before: int = PrivateAttr(default=0)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
         self._coverage = predecessor(self, CoverageModifier)
         self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
         before, after = recipe_around(self)
-        _refuse_neighbours(before, after)
+        refuse_neighbours(before, after, ChannelPruningModifier)
         self._coverage.require_channels(self._planner.narrowest)
         self._check_layout(state.model)
         check_quantizers(state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple)
@@ -77,6 +92,9 @@ class ChannelPruningModifier(Modifier):
         if quantized:
             check_quantizable(state.model)
         self._check_output(state.model, quantized)
+        self.requires_calibration_data = self.reconstruct
+        if self.reconstruct:
+            check_batches(state.data.calib)
         ours = [other for other in (*before, self) if is_ours(other)]
         self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
         return True
@@ -115,38 +133,88 @@ class ChannelPruningModifier(Modifier):
         kept_bytes = int(model_bytes(model) - pruned_bytes)
         check_output(Path(run.output_dir), needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
 
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        if not self.reconstruct:
+            return
+        if not self._planner.planned:
+            raise CoverageError(
+                "reconstruct=True fits what the plan keeps, which one pass shared with the modifiers before it cannot "
+                'know yet: give every modifier its own with pipeline="independent", the default of oneshot'
+            )
+        self._prepare(state.model)
+        assert state.data.calib is not None
+        with torch.random.fork_rng(devices=[]):
+            token_mask = TokenMask(state.data.calib)
+        session_state = active_session().state
+
+        def on_embedding(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+            token_mask.on_embedding(session_state.current_batch_idx, module, args)
+
+        def real_tokens(tokens: int) -> Tensor | None:
+            return token_mask.of(session_state.current_batch_idx, tokens)
+
+        embeddings: Any = state.model.get_input_embeddings()
+        self.register_hook(embeddings, on_embedding, "forward_pre")  # type: ignore[arg-type] - see below
+        for block in self._coverage.attribution.blocks:
+            # gone before the pass, so that their tokens already reach the experts that will answer them
+            for index, kept_N in enumerate(self._kept[block.name]):
+                if kept_N.numel() == 0 and self._padded_width is None:
+                    remove_expert(block, index)
+            mask_router(block)
+            observer, tracing = GramObserver(block), ExitStack()
+            tracing.enter_context(traced_experts(block, observer.observe, real_tokens))
+            self._observed.append((observer, tracing))
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: list[torch.nn.Module], **kwargs: Any
+    ) -> None:
+        # a block has seen either none or all of the batches; its matrices are too large to keep for all layers
+        for observed in [observed for observed in self._observed if observed[0].began]:
+            self._observed.remove(observed)
+            observer, tracing = observed
+            tracing.close()
+            _reconstruct(observer, self._kept[observer.block.name])
+            prune_block(observer.block, self._kept.pop(observer.block.name), self._padded_width)
+
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        plan = self._planner.plan
-        blocks = self._coverage.attribution.blocks
-        widths_LE = self._stored_widths(plan)
+        self.remove_hooks()
+        assert not self._observed, f"{len(self._observed)} blocks saw no batch"
+        if not self.reconstruct:
+            self._prepare(state.model)
+            for block in self._coverage.attribution.blocks:
+                prune_block(block, self._kept.pop(block.name), self._padded_width)
+                mask_router(block)
+        # oneshot has done so; where a session is driven by hand nobody has
+        modify_save_pretrained(state.model)
+        divisor = _common_divisor(state.model, self._planner.plan.block_size)
+        record = pruning_record(
+            self._coverage.attribution,
+            self._planner.plan,
+            self._widths_LE,
+            recipe=self._recipe,
+            layout=self.layout,
+            block_size=divisor,
+            pictures=self.pictures,
+        )
+        save_with_manifest(state.model, record)
+        total, kept = self._planner.plan.scores.channels_LEI.numel(), int(self._widths_LE.sum())
+        logger.info(
+            f"Pruned {total - kept} of {total} expert channels and {int((self._widths_LE == 0).sum())} whole experts: "
+            f"{self._bytes_before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
+        )
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Decide which channels stay, or refuse."""
+        plan, blocks = self._planner.plan, self._coverage.attribution.blocks
+        self._widths_LE = widths_LE = self._stored_widths(plan)
         for block, widths_E in zip(blocks, widths_LE, strict=True):
             check_routable(block, widths_E)
         kept_LE = kept_channels(plan.scores.channels_LEI, widths_LE)
-        padded_width = self._padded_width(state.model, widths_LE) if self.layout == "padded" else None
-        before = model_bytes(state.model)
-        for block, kept_E in tqdm(list(zip(blocks, kept_LE, strict=True)), desc="Pruning channels"):
-            prune_block(block, kept_E, padded_width)
-            mask_router(block)
-        # oneshot has done so; where a session is driven by hand nobody has
-        modify_save_pretrained(state.model)
-        record = PruningRecord(
-            layout=self.layout,
-            intermediate_size=plan.scores.channels_LEI.shape[-1],
-            block_size=_common_divisor(state.model, plan.block_size),
-            provenance=self._provenance(state.model),
-            report=_report(plan, widths_LE),
-            companions=_tokenizer_of_run(),
-        )
-        save_with_manifest(state.model, record)
-        removed = int((widths_LE == 0).sum())
-        logger.info(
-            f"Pruned {plan.scores.channels_LEI.numel() - int(widths_LE.sum())} of {plan.scores.channels_LEI.numel()} "
-            f"expert channels and {removed} whole experts: {before / 2**20:.1f} MiB of weights became "
-            f"{model_bytes(state.model) / 2**20:.1f}"
-        )
-
-    def _padded_width(self, model: PreTrainedModel, widths_LE: Tensor) -> int:
-        return self._coverage.attribution.intermediate_size if shared_experts_follow(model) else int(widths_LE.max())
+        self._kept = {block.name: kept_E for block, kept_E in zip(blocks, kept_LE, strict=True)}
+        if self.layout == "padded":
+            whole = shared_experts_follow(model)
+            self._padded_width = self._coverage.attribution.intermediate_size if whole else int(widths_LE.max())
+        self._bytes_before = model_bytes(model)
 
     def _stored_widths(self, plan: WidthPlan) -> Tensor:
         """The planned widths as far as the layout can say them."""
@@ -163,53 +231,16 @@ class ChannelPruningModifier(Modifier):
             )
         return widths_LE
 
-    def _provenance(self, model: PreTrainedModel) -> dict[str, Any]:
-        packages = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
-        return {
-            "model": model.config._name_or_path,
-            "recipe": self._recipe,
-            **self._coverage.attribution.calibration,
-            "torch_seed": torch.initial_seed(),
-            "versions": {package: version(package) for package in packages},
-        }
 
-
-def _refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier]) -> None:
-    if quantizer := next((type(other).__name__ for other in before if isinstance(other, QuantizationMixin)), None):
-        raise CoverageError(
-            f"{quantizer} stands before ChannelPruningModifier: prune first, then quantize what is left"
-        )
-    if any(isinstance(other, ChannelPruningModifier) for other in before):
-        raise CoverageError(
-            "the recipe has two ChannelPruningModifier, but scores of pruned experts cannot be compared: prune once, "
-            "at the sparsity that is wanted in the end"
-        )
-    if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
-        raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
-    first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
-    if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
-        raise CoverageError(
-            "REAPPruningModifier stands after AttributionModifier and would renumber the experts that it scored: put "
-            "it before AttributionModifier"
-        )
-
-
-def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
-    """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
-
-    Raises:
-        CoverageError: as said, with the block, or the group, that is too small.
-    """
-    live_E = widths_E > 0
-    groups, picked_groups = getattr(block.router, "n_group", None) or 1, getattr(block.router, "topk_group", None) or 1
-    live_G = live_E.reshape(groups, -1).sum(-1)
-    # a group is scored by its best two experts, so one alone would never be reached
-    needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
-    if bool((live_G < needed).any()):
-        raise CoverageError(
-            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
-            "lower sparsity or min_width"
-        )
+@torch.no_grad()
+def _reconstruct(observer: GramObserver, kept_E: list[Tensor]) -> None:
+    """Fit the columns of every ``down_proj`` that stay; those that go are cut afterwards."""
+    for index, gram_II in observer.grams().items():
+        linear = projections(observer.block.mlps[index])["down_proj"]
+        with align_module_device(linear):
+            weight_HI = linear.weight.detach().clone()
+        weight_HI[:, kept_E[index].to(weight_HI.device)] = reconstruct_down(weight_HI, gram_II, kept_E[index])
+        update_offload_parameter(linear, "weight", weight_HI)
 
 
 def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
@@ -225,31 +256,3 @@ def model_bytes(model: torch.nn.Module) -> int:
 def block_linears(block: ExpertBlock) -> list[Linear]:
     """All projections of all experts of a block."""
     return [linear for mlp in block.mlps for linear in projections(mlp).values()]
-
-
-def _tokenizer_of_run() -> Callable[[Path], None] | None:
-    run = running_oneshot()
-    processor: Any = run.processor if run is not None else None
-    return None if processor is None else lambda directory: processor.save_pretrained(directory)
-
-
-def _report(plan: WidthPlan, widths_LE: Tensor) -> dict[str, Any]:
-    """Figures of a pruning, per block, for the file beside the checkpoint."""
-    prefix_LEN = prefix_scores(plan.scores.channels_LEI)
-    kept_LE = prefix_LEN.gather(-1, widths_LE.unsqueeze(-1)).squeeze(-1)
-    coverage_L = kept_LE.sum(-1) / prefix_LEN[..., -1].sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
-    blocks = {
-        name: {
-            "widths": widths_LE[layer].tolist(),
-            "tokens": plan.scores.tokens_LE[layer].tolist(),
-            "coverage": float(coverage_L[layer]),
-        }
-        for layer, name in enumerate(plan.scores.names)
-    }
-    kept_for_layout = int(((plan.widths_LE == 0) & (widths_LE > 0)).sum())
-    return {
-        "blocks": blocks,
-        "experts_without_tokens": plan.scores.unreached,
-        "experts_kept_for_layout": kept_for_layout,
-        "plan": plan.notes,
-    }

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
-import torch
 from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.scores import AttributionScores
-from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget, expert_widths, layer_budgets
-from moe_coverage_plugin.core.smoothing import Smoothing, smooth
+from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget
+from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
+from moe_coverage_plugin.core.smoothing import Smoothing
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
 
-LayerPrior = Literal["loss", "uniform"]
-ExpertPrior = Literal["attribution", "loss", "usage", "router_weight", "uniform"]
-
 
 class CoverageModifier(PlanModifier):
     """Decides how many channels every expert keeps.
 
-    A level of coverage, scaled by importance, is raised until the channels needed to reach it use up the budget: first
-    over layers, then over the experts of each layer. The other strategies are those of the paper's ablation.
+    A level of coverage, scaled by importance, is raised until the channels needed to reach it use up the budget: with
+    sorted channel scores and their prefix sums ``S_g(n)``, group ``g`` of importance ``phi_g`` keeps
+    ``N_g = min{n : S_g(n) >= min(alpha phi_g, 1) S_g(total)}`` under the largest ``alpha`` that fits (paper, CBA). The
+    other strategies are those of the paper's ablation.
 
     Args:
         sparsity: fraction of the observed experts' channels to remove, in [0, 1); layers in ``ignore`` do not count.
+        scope: ``layers`` shares the budget among layers, then each part among the layer's experts, as the paper does.
+            ``global`` shares it once, among the experts of all layers, by ``intra_layer``: one ``alpha`` for the
+            model, or, with ``topk_channel``, the best channels of the model: ``sum_le S_le(N_le)`` at its largest.
+            For scores on one scale, such as ``fisher``. ``inter_layer`` and ``layer_prior`` have no part in it.
         inter_layer: budgets of layers. ``coverage``, ``uniform``, ``u_shaped`` (more at both ends) or ``loss`` (in
             proportion to the layer's importance).
         intra_layer: widths within a layer. ``coverage``, ``uniform``, ``loss``, ``usage``, ``router_weight`` (in
@@ -48,6 +51,7 @@ class CoverageModifier(PlanModifier):
     """
 
     sparsity: float
+    scope: Scope = "layers"
     inter_layer: InterLayer = "coverage"
     intra_layer: IntraLayer = "coverage"
     layer_prior: LayerPrior = "loss"
@@ -62,9 +66,14 @@ class CoverageModifier(PlanModifier):
         return self._attribution
 
     @property
-    def uses_layer_loss(self) -> bool:
-        """Whether the chosen strategies need the loss of fading layers."""
-        return self.inter_layer == "loss" or (self.inter_layer == "coverage" and self.layer_prior == "loss")
+    def strategy(self) -> CoverageStrategy:
+        """The strategy that the fields describe."""
+        described = {
+            field.name: getattr(self, field.name)
+            for field in fields(CoverageStrategy)
+            if field.name in type(self).model_fields
+        }
+        return CoverageStrategy(**described, expert_importance=self.attribution.expert_importance)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
@@ -73,7 +82,15 @@ class CoverageModifier(PlanModifier):
             raise CoverageError(
                 f"sparsity is {self.sparsity}, it must be at least 0 and below 1: the fraction to remove"
             )
-        if self.uses_layer_loss and self.attribution.layer_noise is None:
+        if self.scope == "global" and (idle := {"inter_layer", "layer_prior"} & self.model_fields_set):
+            raise CoverageError(
+                f'scope="global" shares the budget among all experts at once, where {" and ".join(sorted(idle))} '
+                'would do nothing: leave it out, or use scope="layers"'
+            )
+        if self.attribution.scores is not None:
+            # everything is known: what cannot be planned is refused now
+            plan_widths(self.attribution.measured, self.sparsity, self.strategy)
+        elif self.strategy.uses_layer_loss and self.attribution.layer_noise is None:
             raise CoverageError(
                 f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves "
                 'unmeasured: set layer_noise of AttributionModifier, or inter_layer="coverage" with '
@@ -109,38 +126,16 @@ class CoverageModifier(PlanModifier):
             )
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        scores = self.attribution.scores
-        layer_loss_L = self._layer_importance(scores)
-        budgets_L = layer_budgets(scores.channels_LEI, layer_loss_L, self.inter_layer, self.sparsity)
-        prior_LE = self._expert_importance(scores)
-        widths_LE = expert_widths(scores.channels_LEI, budgets_L, prior_LE, self.intra_layer)
+        scores = self.attribution.measured
+        plan = plan_widths(scores, self.sparsity, self.strategy)
         notes = {
-            "budgets_L": budgets_L.tolist(),
+            "budgets_L": plan.widths_LE.sum(-1).tolist(),
             "layer_loss_L": _listed(scores.layer_loss_L),
-            "prior_LE": prior_LE.tolist(),
+            "layer_prior_L": plan.layer_prior_L.tolist(),
+            "prior_LE": plan.expert_prior_LE.tolist(),
         }
-        self._plan = WidthPlan(scores, widths_LE, notes=notes)
-        logger.info(f"Coverage keeps {int(widths_LE.sum())} of {scores.channels_LEI.numel()} expert channels")
-
-    def _layer_importance(self, scores: AttributionScores) -> Tensor:
-        if not self.uses_layer_loss:
-            return torch.ones(len(scores.names), dtype=torch.float64)
-        assert scores.layer_loss_L is not None
-        return smooth(scores.layer_loss_L, self.smoothing)
-
-    def _expert_importance(self, scores: AttributionScores) -> Tensor:
-        prior = self.expert_prior if self.intra_layer == "coverage" else self.intra_layer
-        match prior:
-            case "attribution":
-                return smooth(self.attribution.expert_scores, self.smoothing)
-            case "loss":
-                return smooth(scores.second_order_LE, self.smoothing)
-            case "usage":
-                return scores.tokens_LE.double()
-            case "router_weight":
-                return scores.gate_sum_LE
-            case _:
-                return torch.ones_like(scores.gate_sum_LE)
+        self._plan = WidthPlan(scores, plan.widths_LE, notes=notes)
+        logger.info(f"Coverage keeps {int(plan.widths_LE.sum())} of {scores.channels_LEI.numel()} expert channels")
 
 
 def _listed(tensor: Tensor | None) -> list[float] | None:

@@ -9,8 +9,7 @@ from llmcompressor.modifiers import Modifier
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.scores import AttributionScores
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.core.scores import AttributionScores
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,6 @@ class WidthPlan:
     block_size: int = 1
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        live_L = (self.widths_LE > 0).sum(-1)
-        for name, live, top_k in zip(self.scores.names, live_L.tolist(), self.scores.top_k, strict=True):
-            if live < top_k:
-                raise CoverageError(
-                    f"{name} would keep {live} experts but its router picks {top_k} for every token: lower sparsity "
-                    'or min_width, or give all layers the same budget with inter_layer="uniform"'
-                )
-
 
 class PlanModifier(Modifier):
     """A modifier that decides widths and changes no model: coverage and alignment."""
@@ -52,6 +42,11 @@ class PlanModifier(Modifier):
     def narrowest(self) -> int:
         """The fewest channels that an expert can keep without being removed."""
         return 1
+
+    @property
+    def planned(self) -> bool:
+        """Whether this modifier's pass has ended."""
+        return self._plan is not None
 
     @property
     def plan(self) -> WidthPlan:

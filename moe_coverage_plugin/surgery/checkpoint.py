@@ -28,6 +28,9 @@ from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_fam
 
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 REPORT_NAME = "moe_coverage_report.json"
+PICTURES_NAME = "moe_coverage_report"
+# a safetensors file under another suffix: engines load every *.safetensors of a directory
+SCORES_NAME = "moe_coverage_scores.bin"
 
 
 @dataclass
@@ -35,7 +38,7 @@ class PruningRecord:
     """What a pruned model remembers about its pruning until it is saved.
 
     Attributes:
-        companions: writes what belongs beside the model (a tokenizer) into a directory.
+        companions: each writes something that belongs beside the model (a tokenizer) into a directory.
     """
 
     layout: Layout
@@ -43,7 +46,7 @@ class PruningRecord:
     block_size: int
     provenance: dict[str, Any]
     report: dict[str, Any] = field(default_factory=dict)
-    companions: Callable[[Path], None] | None = None
+    companions: list[Callable[[Path], None]] = field(default_factory=list)
 
 
 def describe(model: PreTrainedModel, record: PruningRecord) -> Manifest:
@@ -83,8 +86,8 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
                 write_entry(staging, describe(model, record), quantized, open_to_all)
                 _keep_recipe(model, staging)
                 (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
-                if record.companions is not None:
-                    record.companions(staging)
+                for write_companion in record.companions:
+                    write_companion(staging)
         logger.info(f"Saved {target}")
 
     # the toolkit's mark: it leaves a method that carries it alone when the model enters oneshot again

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AttributionModifier
-from moe_coverage_plugin.calibration.scores import AttributionScores
+from moe_coverage_plugin.core.scores import AttributionScores
 
 LAYERS, EXPERTS, CHANNELS, TOP_K, HIDDEN = 2, 8, 64, 2, 128
 FIELDS = ("channels_LEI", "first_order_LE", "second_order_LE", "tokens_LE", "gate_sum_LE")
@@ -41,7 +41,7 @@ def observe(source: Path, dataset: Any = None, attribution: dict[str, Any] | Non
     modifier = AttributionModifier(**{"layer_noise": None} | (attribution or {}))
     dataset = token_batches(samples=6, length=20) if dataset is None else dataset
     oneshot(model=str(source), dataset=dataset, recipe=[modifier], **{"shuffle_calibration_samples": False} | run)
-    return modifier.scores
+    return modifier.measured
 
 
 def rows(dataset: Dataset) -> list[dict[str, Tensor]]:

@@ -8,7 +8,8 @@ from brute_force import LAYERS, observe, open_stock, rows, save_float64
 from tiny import token_batches
 
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise, next_token_loss
+from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
+from moe_coverage_plugin.calibration.next_token import next_token_loss
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])

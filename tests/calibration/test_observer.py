@@ -110,7 +110,7 @@ def test_a_model_that_answers_nan_by_itself_is_refused(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[0] = float("nan")
     model.save_pretrained(source)
-    with pytest.raises(CoverageError, match="loss on the calibration set is NaN"):
+    with pytest.raises(CoverageError, match="loss on the calibration set is nan"):
         observe(source, attribution={"layer_noise": 1.0})
 
 

@@ -7,10 +7,12 @@ from torch.nn.functional import silu
 
 from moe_coverage_plugin.core.ragged import ExpertWeights, reference_moe
 from moe_coverage_plugin.core.statistics import (
+    CHUNK_ROWS,
     ChannelMetric,
-    channel_sums,
     expert_contributions,
     finalize_channel_scores,
+    segment_sums,
+    squares,
 )
 
 T, K, E, H, I = 23, 2, 5, 6, 8  # noqa: E741 - the axis letters
@@ -47,12 +49,22 @@ class TinyMoE:
         return z_NH, self.weights_TK[token_N, slot_N], token_N
 
 
+def contributions(z_NH: Tensor, gate_N: Tensor, y_NH: Tensor) -> Tensor:
+    """First and second order, ``[2]``, of one expert whose rows belong to the tokens one by one."""
+    rows = expert_contributions(z_NH, gate_N, y_NH, torch.arange(len(y_NH)))
+    return torch.stack([rows.first_order_M.sum(), rows.second_order_M.sum()])
+
+
+def channel_sums(a_NI: Tensor) -> Tensor:
+    return segment_sums(squares(a_NI), torch.tensor([len(a_NI)]))[0]
+
+
 def closed_forms(moe: TinyMoE) -> tuple[Tensor, Tensor]:
     y_TH = moe.forward(torch.ones(E, dtype=torch.float64))
     both = []
     for expert in range(E):
         z_NH, gate_N, token_N = moe.routed(expert)
-        both.append(torch.stack(expert_contributions(z_NH, gate_N, y_TH[token_N])))
+        both.append(contributions(z_NH, gate_N, y_TH[token_N]))
     first_E, second_E = torch.stack(both, dim=1)
     return first_E, second_E
 
@@ -102,20 +114,20 @@ def test_batches_add_up_and_order_does_not_matter() -> None:
     moe = TinyMoE()
     z_NH, gate_N, token_N = moe.routed(0)
     y_NH = moe.forward(torch.ones(E, dtype=torch.float64))[token_N]
-    whole = torch.stack(expert_contributions(z_NH, gate_N, y_NH))
-    parts = [torch.stack(expert_contributions(z_NH[s], gate_N[s], y_NH[s])) for s in (slice(0, 3), slice(3, None))]
+    whole = contributions(z_NH, gate_N, y_NH)
+    parts = [contributions(z_NH[s], gate_N[s], y_NH[s]) for s in (slice(0, 3), slice(3, None))]
     torch.testing.assert_close(parts[0] + parts[1], whole)
     order = torch.randperm(len(gate_N), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(torch.stack(expert_contributions(z_NH[order], gate_N[order], y_NH[order])), whole)
+    torch.testing.assert_close(contributions(z_NH[order], gate_N[order], y_NH[order]), whole)
 
 
 def test_tokens_with_zero_output_and_experts_without_tokens_contribute_nothing() -> None:
     z_NH = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     y_NH = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     # Token 1 alone: g = 1/2, <g z, y> = 7/2, ||g z||^2 = 25/4, ||y||^2 = 2.
-    first, second = expert_contributions(z_NH, torch.tensor([1.0, 0.5]), y_NH)
+    first, second = contributions(z_NH, torch.tensor([1.0, 0.5]), y_NH)
     assert (first.item(), second.item()) == (7 / 4, 25 / 8)
-    first, second = expert_contributions(z_NH[:0], torch.ones(0), y_NH[:0])
+    first, second = contributions(z_NH[:0], torch.ones(0), y_NH[:0])
     assert (first.item(), second.item()) == (0.0, 0.0)
     assert channel_sums(z_NH[:0]).tolist() == [0.0, 0.0]
 
@@ -125,10 +137,10 @@ def test_low_precision_input_loses_nothing_further(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     z_NH, y_NH = (torch.randn(300, 64, generator=generator).to(dtype) for _ in range(2))
     gate_N = torch.rand(300, generator=generator).to(dtype)
-    found = expert_contributions(z_NH, gate_N, y_NH)
-    exact = expert_contributions(z_NH.double(), gate_N.double(), y_NH.double())
-    assert found.first_order.dtype == found.second_order.dtype == torch.float64
-    torch.testing.assert_close(torch.stack(found), torch.stack(exact), rtol=1e-5, atol=0)
+    found = contributions(z_NH, gate_N, y_NH)
+    assert found.dtype == torch.float64
+    exact = contributions(z_NH.double(), gate_N.double(), y_NH.double())
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
     sums_H = channel_sums(z_NH)
     assert sums_H.dtype == torch.float64
     torch.testing.assert_close(sums_H, channel_sums(z_NH.double()), rtol=1e-6, atol=0)
@@ -165,3 +177,21 @@ def test_channel_scores_equal_their_definitions() -> None:
     torch.testing.assert_close(
         finalize_channel_scores("activation", sums_I), torch.tensor(activation, dtype=torch.float64)
     )
+
+
+def test_segments_are_summed_one_by_one_and_empty_ones_are_zero() -> None:
+    values_MI = torch.arange(12.0).reshape(6, 2)
+    sums_EI = segment_sums(values_MI, torch.tensor([2, 0, 3, 1, 0]))
+    assert sums_EI.tolist() == [[2, 4], [0, 0], [18, 21], [10, 11], [0, 0]]
+    assert sums_EI.dtype == torch.float64
+
+
+def test_rows_beyond_one_chunk_meet_their_own_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = CHUNK_ROWS + 3
+    z_MH, y_TH = (torch.randn(rows, 2, dtype=torch.float64, generator=generator) for _ in range(2))
+    token_M = torch.randperm(rows, generator=generator)
+    found = expert_contributions(z_MH, torch.ones(rows), y_TH, token_M)
+    y_MH = y_TH[token_M]
+    torch.testing.assert_close(found.first_order_M, (z_MH * y_MH).sum(-1) / y_MH.square().sum(-1))
+    torch.testing.assert_close(found.second_order_M, z_MH.square().sum(-1) / y_MH.square().sum(-1))

@@ -103,7 +103,7 @@ def test_alignment_stays_within_budget_and_tells_the_rest(planned: Planned, rule
     unspent_L = before_LE.sum(-1) - plan.widths_LE.sum(-1)
     assert bool((unspent_L >= 0).all())
     assert plan.notes["unspent_channels"] == int(unspent_L.sum()) == budget_of(coverage) - budget_of(alignment)
-    assert plan.notes["dropped_by_min_width"] == int(((before_LE > 0) & (plan.widths_LE == 0)).sum())
+    assert plan.notes["dropped_by_alignment"] == int(((before_LE > 0) & (plan.widths_LE == 0)).sum())
     assert plan.block_size == 32
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_coverage_plugin.core.statistics import ChannelMetric
+
 
 @dataclass(frozen=True)
 class AttributionScores:
@@ -14,22 +16,31 @@ class AttributionScores:
     Attributes:
         names: module path of each expert block, in layer order.
         top_k: experts picked for a token, per layer.
+        channel_metric: what ``channels_LEI`` measures.
         channels_LEI: channel scores, at least 0.
         first_order_LE: ``sum_t <g z, y> / ||y||^2``, the paper's first-order attribution of an expert.
         second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the loss when the expert is removed, exactly.
         tokens_LE: routed tokens, int64.
         gate_sum_LE: sum of routing weights.
         layer_loss_L: rise of the model's loss when a layer fades, ``None`` where it was not measured.
+        nll_signed_LE: ``-sum_t <dNLL/dz, z>``, the rise of the model's loss without the expert, to first order; may be
+            negative. Like the next two, ``None`` without a gradient pass.
+        nll_absolute_LE: ``sum_t |<dNLL/dz, z>|``.
+        nll_squared_LE: ``sum_t <dNLL/dz, z>^2``.
     """
 
     names: list[str]
     top_k: list[int]
+    channel_metric: ChannelMetric
     channels_LEI: Tensor
     first_order_LE: Tensor
     second_order_LE: Tensor
     tokens_LE: Tensor
     gate_sum_LE: Tensor
-    layer_loss_L: Tensor | None
+    layer_loss_L: Tensor | None = None
+    nll_signed_LE: Tensor | None = None
+    nll_absolute_LE: Tensor | None = None
+    nll_squared_LE: Tensor | None = None
 
     @property
     def unreached(self) -> dict[str, list[int]]:

@@ -1,0 +1,51 @@
+"""Turns what the observers of all blocks and ranks have seen into scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.calibration.distributed import sum_over_ranks
+from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NllSums, finalize_gradient_scores
+from moe_coverage_plugin.core.scores import AttributionScores
+
+
+def gather_scores(
+    observers: Sequence[BlockObserver], gradients: Sequence[GradientObserver], layer_loss_L: Tensor | None
+) -> AttributionScores:
+    """Sum the statistics of all observers over all ranks and turn them into scores.
+
+    Args:
+        gradients: one for each of ``observers``, or none where no gradient was asked for.
+    """
+    for observer in observers:
+        assert observer.sums, f"{observer.block.name} saw no batch"
+    sums_L = [sum_over_ranks({name: total.cpu() for name, total in observer.sums.items()}) for observer in observers]
+    gradient_sums_L = [sum_over_ranks(gradient.sums) for gradient in gradients]
+    # after the exchange, so that all ranks refuse together and none waits for another
+    for observer, sums in zip(observers, sums_L, strict=True):
+        observer.check_finite(sums)
+    metric = observers[0].metric
+    if metric in GRADIENT_METRICS:
+        channels = [finalize_gradient_scores(metric, sums["gradient_PEI"]) for sums in gradient_sums_L]
+    else:
+        channels = [observer.channel_scores(sums) for observer, sums in zip(observers, sums_L, strict=True)]
+    nll = NllSums(*torch.stack([sums["nll_3E"] for sums in gradient_sums_L], dim=1)) if gradients else None
+    return AttributionScores(
+        names=[observer.block.name for observer in observers],
+        top_k=[observer.block.top_k for observer in observers],
+        channel_metric=metric,
+        channels_LEI=torch.stack(channels),
+        first_order_LE=torch.stack([sums["first_order_E"] for sums in sums_L]),
+        second_order_LE=torch.stack([sums["second_order_E"] for sums in sums_L]),
+        tokens_LE=torch.stack([sums["tokens_E"].long() for sums in sums_L]),
+        gate_sum_LE=torch.stack([sums["gate_sum_E"] for sums in sums_L]),
+        layer_loss_L=layer_loss_L,
+        nll_signed_LE=nll.signed if nll else None,
+        nll_absolute_LE=nll.absolute if nll else None,
+        nll_squared_LE=nll.squared if nll else None,
+    )

@@ -1,0 +1,91 @@
+"""The loss that importance is measured by: next-token prediction, without padding and masked prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.offload import get_execution_device
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.manifest import CoverageError
+
+IGNORED = -100
+# positions whose logits are widened to float32 at a time
+CHUNK_POSITIONS = 2048
+
+
+class LossGradient(NamedTuple):
+    """The summed loss of a batch and its gradient.
+
+    Attributes:
+        loss: float64 scalar, nats.
+        tokens: how many losses were added.
+        logits_grad_BSV: ``dloss/dlogits`` in the dtype of the logits; zero where nothing is predicted.
+    """
+
+    loss: Tensor
+    tokens: int
+    logits_grad_BSV: Tensor
+
+
+def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Token ids and attention mask of a batch, where the model computes."""
+    device = get_execution_device(model)
+    return {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if batch.get(key) is not None}
+
+
+def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """``[B, S]`` int64: the token after each position, ``-100`` where it does not count.
+
+    Not counted are padding, the position after the last, and, where the batch has ``labels``, tokens whose label is
+    ``-100`` (a prompt, for instance).
+    """
+    labels = batch.get("labels")
+    target_BS = (batch["input_ids"] if labels is None else labels).clone().long()
+    if (mask_BS := batch.get("attention_mask")) is not None:
+        target_BS.masked_fill_(~mask_BS.bool().to(target_BS.device), IGNORED)
+    return torch.nn.functional.pad(target_BS[:, 1:], (0, 1), value=IGNORED)
+
+
+def next_token_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Sum of the next-token losses of a batch (float64 scalar, nats) and how many there are."""
+    logits_BSV = model(**model_inputs(model, batch)).logits
+    targets_BS = next_tokens(batch).to(logits_BSV.device)
+    losses = cross_entropy(
+        logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="none", ignore_index=IGNORED
+    )
+    return losses.double().sum(), int((targets_BS != IGNORED).sum())
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that is no number.
+
+    Raises:
+        CoverageError: as said.
+    """
+    if not bool(torch.isfinite(loss)):
+        raise CoverageError(
+            f"the model's loss on the calibration set is {float(loss)}: check its weights, and calibrate in a dtype "
+            "with enough range (bfloat16 rather than float16)"
+        )
+
+
+@torch.no_grad()
+def loss_gradient(logits_BSV: Tensor, targets_BS: Tensor) -> LossGradient:
+    """Loss and ``softmax(logits) - one_hot(target)``, in pieces: float32 logits of a whole batch would not fit."""
+    logits_PV, targets_P = logits_BSV.detach().flatten(0, 1), targets_BS.to(logits_BSV.device).flatten()
+    grad_PV = torch.zeros_like(logits_PV)
+    loss = torch.zeros((), dtype=torch.float64, device=logits_PV.device)
+    predicted_P = (targets_P != IGNORED).nonzero().flatten()
+    for chunk in predicted_P.split(CHUNK_POSITIONS):
+        log_probs = torch.log_softmax(logits_PV[chunk].to(torch.promote_types(logits_PV.dtype, torch.float32)), -1)
+        target = targets_P[chunk, None]
+        loss -= log_probs.gather(-1, target).double().sum()
+        probs = log_probs.exp_()
+        probs.scatter_add_(-1, target, -torch.ones_like(target, dtype=probs.dtype))
+        grad_PV[chunk] = probs.to(grad_PV.dtype)
+    return LossGradient(loss, predicted_P.numel(), grad_PV.reshape(logits_BSV.shape))

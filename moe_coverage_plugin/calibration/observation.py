@@ -1,0 +1,165 @@
+"""The pass over the calibration set: forward, and where gradients are asked for, backward.
+
+The toolkit's own passes run experts one by one, under eager attention, without gradients and without the model's head,
+and run every layer twice. This one runs the model as it is, each block's experts at once. Where gradients are asked
+for, weights are frozen and only activations get them, those of one decoder layer at a time: its input is kept, and the
+rest computed a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.offload import disable_onloading
+from llmcompressor.utils.helpers import disable_cache, disable_lm_head, eval_context
+from loguru import logger
+from torch import Tensor
+from torch.nn import Module, ModuleList
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
+from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.next_token import check_loss, loss_gradient, model_inputs, next_tokens
+from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.calibration.traced_experts import ExpertTrace, replaced_forward, traced_experts
+from moe_coverage_plugin.manifest import CoverageError
+
+Batch = Mapping[str, Tensor]
+
+
+def observe_batches(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    observers: Sequence[BlockObserver],
+    gradients: Sequence[GradientObserver],
+) -> None:
+    """Run every batch through the model and show observers what the experts of each block compute.
+
+    With ``gradients``, each decoder layer runs twice: without gradients, where ``observers`` look, then with them,
+    when the backward pass arrives at it, where ``gradients`` look.
+
+    Args:
+        batches: model inputs with ``input_ids``, where padded ``attention_mask``, where prompts are masked ``labels``.
+        gradients: one for each of ``observers``, or none.
+
+    Raises:
+        CoverageError: activations or the loss are not finite, or no gradient reaches an expert.
+    """
+    padding = _Padding()
+    run = _backward if gradients else _forward
+    with ExitStack() as stack:
+        stack.enter_context(disable_cache(model))
+        stack.enter_context(eval_context(model))
+        for index, observer in enumerate(observers):
+            show = partial(_show, observer, gradients[index] if gradients else None)
+            stack.enter_context(traced_experts(observer.block, show, padding.real_tokens))
+            handle = observer.block.moe.register_forward_hook(_without_grad(observer.on_output))
+            stack.callback(handle.remove)
+        if gradients:
+            stack.enter_context(_differentiable(model, [observer.block for observer in observers]))
+        else:
+            stack.enter_context(disable_lm_head(model))
+        idle = 0
+        for batch in tqdm(batches, desc="Gradient pass" if gradients else "Observing"):
+            padding.enter(batch)
+            tokens = run(model, batch)
+            idle += tokens == 0
+            for observer in observers:
+                observer.end_batch()
+            for gradient in gradients:
+                gradient.end_batch(predicted=tokens > 0)
+    if gradients and idle:
+        logger.warning(f"{idle} of {len(batches)} batches predict no token: they add no gradients")
+
+
+class _Padding:
+    """Which tokens of the batch in flight are real."""
+
+    def __init__(self) -> None:
+        self._real_T: Tensor | None = None
+
+    def enter(self, batch: Batch) -> None:
+        mask_BS = batch.get("attention_mask")
+        self._real_T = None if mask_BS is None or bool(mask_BS.all()) else mask_BS.bool().flatten()
+
+    def real_tokens(self, tokens: int) -> Tensor | None:
+        assert self._real_T is None or self._real_T.numel() == tokens
+        return self._real_T
+
+
+def _show(observer: BlockObserver, gradient: GradientObserver | None, trace: ExpertTrace) -> None:
+    if not torch.is_grad_enabled():
+        observer.observe(trace)
+    elif gradient is not None:
+        gradient.observe(trace)
+
+
+def _without_grad(hook: Callable[..., None]) -> Callable[..., None]:
+    return lambda *args: None if torch.is_grad_enabled() else hook(*args)
+
+
+@torch.no_grad()
+def _forward(model: PreTrainedModel, batch: Batch) -> int:
+    inputs = model_inputs(model, batch)
+    model(**inputs)
+    return inputs["input_ids"].numel()
+
+
+@torch.enable_grad()
+def _backward(model: PreTrainedModel, batch: Batch) -> int:
+    """Forward and backward; the number of tokens predicted."""
+    logits_BSV = model(**model_inputs(model, batch)).logits
+    loss, tokens, logits_grad_BSV = loss_gradient(logits_BSV, next_tokens(batch))
+    check_loss(loss)
+    if not logits_BSV.requires_grad:
+        raise CoverageError(
+            f"no gradient of the loss reaches the experts of {type(model).__name__}, whose layers cannot be computed "
+            "again: choose channel_metric=activation and expert_importance=first_order or second_order"
+        )
+    if tokens:
+        torch.autograd.backward(logits_BSV, logits_grad_BSV)
+    return tokens
+
+
+@contextmanager
+def _differentiable(model: PreTrainedModel, blocks: Sequence[ExpertBlock]) -> Iterator[None]:
+    """Gradients for activations from the embeddings on, none for weights, one layer's graph at a time."""
+
+    def begin(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    with ExitStack() as stack:
+        # an offloaded weight is handed out as a copy
+        with disable_onloading():
+            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+            stack.callback(parameter.requires_grad_, True)
+        stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
+        for layer in _decoder_layers(model, blocks):
+            stack.enter_context(replaced_forward(layer, partial(_recomputed, layer.forward)))
+        yield
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # reentrant: the first run is without gradients, by which observers tell it from the second
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
+
+
+def _decoder_layers(model: Module, blocks: Sequence[ExpertBlock]) -> list[Module]:
+    """All layers of the lists that hold the expert blocks, dense ones too."""
+    lists: dict[str, ModuleList] = {}
+    for block in blocks:
+        path = block.name.split(".")
+        for depth in range(1, len(path)):
+            name = ".".join(path[:depth])
+            if isinstance(module := model.get_submodule(name), ModuleList):
+                lists[name] = module
+                break
+    return [layer for layers in lists.values() for layer in layers]

@@ -1,0 +1,76 @@
+"""What scores were measured on and with, and whether kept ones belong to a model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.utils import align_module_device
+
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, uniform_shape
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.manifest import CoverageError
+
+PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
+
+
+def environment() -> dict[str, Any]:
+    """Seed and versions of this process."""
+    return {"torch_seed": torch.initial_seed(), "versions": {package: version(package) for package in PACKAGES}}
+
+
+def routers_hash(blocks: Sequence[ExpertBlock]) -> str:
+    """Hash of the routers' weights, which tells models of one shape apart; the same in 16 and in 32 bit."""
+    digest = hashlib.sha256()
+    for block in blocks:
+        for module in block.router.modules():
+            with align_module_device(module):
+                for name, parameter in module.named_parameters(recurse=False):
+                    digest.update(f"{block.name} {name}".encode())
+                    # a view as integers: NumPy has no bfloat16
+                    weights = parameter.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
+                    digest.update(weights.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_scores(
+    path: str, scores: AttributionScores, provenance: Mapping[str, Any], blocks: Sequence[ExpertBlock]
+) -> None:
+    """Refuse kept scores that were not measured on these experts.
+
+    Raises:
+        CoverageError: other layers, another shape, or another model.
+    """
+    names = [block.name for block in blocks]
+    if scores.names != names:
+        differing = sorted(set(scores.names) ^ set(names)) or names
+        raise CoverageError(
+            f"{path} scores other expert blocks than the model has ({len(scores.names)} and {len(names)}, one of "
+            f"them {differing[0]}): measure this model, or ignore the same layers as the run that wrote the file"
+        )
+    shape = (len(names), *uniform_shape(blocks))
+    if tuple(scores.channels_LEI.shape) != shape:
+        raise CoverageError(
+            f"{path} scores {list(scores.channels_LEI.shape)} layers, experts and channels, the model has "
+            f"{list(shape)}: measure this model"
+        )
+    if provenance.get("routers_sha256") != routers_hash(blocks):
+        raise CoverageError(
+            f"{path} was measured on another model ({provenance.get('model')}): its routers differ from these, "
+            "measure this model"
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written at the end of a run.
+
+    Raises:
+        CoverageError: it is a directory, or the directory that it lies in is absent or not writable.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise CoverageError(f"{path} cannot be written: name a file in a directory that exists and is writable")

@@ -1,0 +1,190 @@
+"""What lies in a checkpoint directory, read from JSON and from the headers of weight files. Loads no weight."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+
+REPORT_NAME = "moe_coverage_report.json"
+SCORES_NAME = "moe_coverage_scores.bin"
+"""Not *.safetensors, which vLLM would load."""
+
+INDEX_NAME = "model.safetensors.index.json"
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it; ``dtype`` as safetensors spells it, ``BF16``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) if bits is not None else 8) // 8
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A pruned checkpoint.
+
+    Attributes:
+        config: ``config.json``, or the part of it that describes the language model.
+        quantization: ``quantization_config``; empty where there is none.
+        tensors: headers of all weight files, by tensor name.
+        report: of the blocks in ``moe_coverage_report.json``; empty where there is no report that fits.
+        plan: the report's notes of the plan.
+        remarks: what the user should know about the files, in words.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any]
+    manifest: Manifest
+    tensors: dict[str, StoredTensor]
+    report: dict[str, dict[str, Any]]
+    plan: dict[str, Any]
+    remarks: list[str]
+
+    def size(self, key: str) -> int:
+        """A whole number of the model's config.
+
+        Raises:
+            CoverageError: it is not there.
+        """
+        value = self.config.get(key)
+        if type(value) is not int or value < 1:
+            raise CoverageError(
+                f"{self.directory / 'config.json'} has {key} {value!r} where a whole number is needed: it is damaged, "
+                "or of a family that this release does not know"
+            )
+        return value
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts' tensors."""
+        return sum(tensor.bytes for name, tensor in self.tensors.items() if EXPERT.search(name))
+
+    @cached_property
+    def other_bytes(self) -> int:
+        """Bytes of all other tensors."""
+        return sum(tensor.bytes for tensor in self.tensors.values()) - self.expert_bytes
+
+    @property
+    def unpruned_bytes(self) -> int:
+        """What the experts' weights took in 16 bit before pruning."""
+        experts = sum(len(widths) for widths in self.manifest.widths.values())
+        return 2 * 3 * experts * self.manifest.intermediate_size * self.size("hidden_size")
+
+    @property
+    def weight_groups(self) -> list[Mapping[str, Any]]:
+        """The schemes of quantized weights, as compressed-tensors describes them."""
+        groups = self.quantization.get("config_groups", {}).values()
+        weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+        return [each for each in weights if isinstance(each, Mapping)]
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read everything but weights.
+
+    Raises:
+        CoverageError: no directory, no pruned checkpoint, or a damaged one.
+    """
+    if not directory.is_dir():
+        raise CoverageError(f"{directory} is no directory: give that of a pruned checkpoint")
+    config = _read_mapping(directory / "config.json")
+    quantization = config.get("quantization_config") or {}
+    text_config = config.get("text_config") or config
+    parts = [text_config, quantization]
+    if isinstance(quantization, Mapping):
+        parts.append(quantization.get("config_groups", {}))
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise CoverageError(f"{directory / 'config.json'} is damaged: copy the checkpoint again")
+    manifest = Manifest.from_checkpoint(directory)
+    if manifest is None:
+        raise CoverageError(
+            f"{directory} is no pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
+            "ChannelPruningModifier wrote"
+        )
+    if not all(manifest.widths.values()):
+        raise CoverageError(f"{directory / 'config.json'} names a layer without experts: it is damaged")
+    tensors = _read_headers(directory)
+    remarks: list[str] = []
+    blocks, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
+    return Checkpoint(directory, text_config, quantization, manifest, tensors, blocks, plan, remarks)
+
+
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CoverageError(f"{path} cannot be read ({error}): give the directory of a whole checkpoint") from error
+    if not isinstance(value, Mapping):
+        raise CoverageError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")
+    return value
+
+
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    if (directory / INDEX_NAME).is_file():
+        listed = _read_mapping(directory / INDEX_NAME).get("weight_map")
+        names = {str(name) for name in listed.values()} if isinstance(listed, Mapping) else set()
+        if missing := names - {file.name for file in files}:
+            raise CoverageError(f"{directory} lacks {min(missing)}: the checkpoint is incomplete, copy it again")
+    if not files:
+        raise CoverageError(f"{directory} holds no weights (*.safetensors): the checkpoint is incomplete")
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(file, "np") as shard:
+                for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
+                    header = shard.get_slice(name)
+                    tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), file)
+        except (OSError, SafetensorError) as error:
+            raise CoverageError(f"{file} cannot be read ({error}): it was cut off, copy it again") from error
+    return tensors
+
+
+def _read_report(
+    path: Path, manifest: Manifest, remarks: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Blocks and plan of a report that fits the widths; what is wrong with another goes among the remarks."""
+    if not path.is_file():
+        remarks.append(f"no {REPORT_NAME}, so coverage and calibration tokens are unknown")
+        return {}, {}
+    try:
+        report = _read_mapping(path)
+        blocks = report.get("blocks")
+        fits = isinstance(blocks, dict) and all(_fits(blocks[name], manifest.widths.get(name)) for name in blocks)
+    except CoverageError as error:
+        remarks.append(f"{error}, so coverage and calibration tokens are unknown")
+        return {}, {}
+    if not fits:
+        remarks.append(f"{REPORT_NAME} is damaged or of another checkpoint, and was left out")
+        return {}, {}
+    assert isinstance(blocks, dict)
+    plan = report.get("plan")
+    return blocks, plan if isinstance(plan, dict) else {}
+
+
+def _fits(block: Any, widths: list[int] | None) -> bool:
+    if not isinstance(block, dict) or widths is None or block.get("widths") != widths:
+        return False
+    tokens, coverage = block.get("tokens"), block.get("coverage")
+    counts = isinstance(tokens, list) and len(tokens) == len(widths) and all(type(count) is int for count in tokens)
+    return counts and type(coverage) is float

@@ -1,0 +1,69 @@
+"""What pictures of a checkpoint show: its widths, and the scores and the report that lie beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.cli.checkpoint import SCORES_NAME, Checkpoint
+from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.report.view import PlanView
+
+
+def checkpoint_view(checkpoint: Checkpoint, facts: dict[str, str]) -> PlanView:
+    """The layers that were measured, or all where nothing says which.
+
+    Raises:
+        CoverageError: scores beside the checkpoint that are damaged or of another model, or layers of unequal shape.
+    """
+    scores = _scores(checkpoint)
+    names = scores.names if scores is not None else list(checkpoint.report) or list(checkpoint.manifest.widths)
+    widths = [checkpoint.manifest.widths[name] for name in names]
+    if len({len(widths_E) for widths_E in widths}) > 1:
+        raise CoverageError(
+            "layers have different numbers of experts, which pictures cannot show: leave --pictures out"
+        )
+    layers, experts = len(names), len(widths[0])
+    tokens = [checkpoint.report[name]["tokens"] for name in names if name in checkpoint.report]
+    return PlanView(
+        names=names,
+        intermediate_size=checkpoint.manifest.intermediate_size,
+        widths_LE=torch.tensor(widths),
+        channels_LEI=None if scores is None else scores.channels_LEI,
+        expert_prior_LE=_noted(checkpoint.plan.get("prior_LE"), (layers, experts)),
+        layer_loss_L=_noted(checkpoint.plan.get("layer_loss_L"), (layers,)),
+        layer_prior_L=_noted(checkpoint.plan.get("layer_prior_L"), (layers,)),
+        tokens_LE=torch.tensor(tokens) if len(tokens) == layers else None,
+        title=checkpoint.directory.resolve().name,
+        facts=facts,
+    )
+
+
+def _scores(checkpoint: Checkpoint) -> AttributionScores | None:
+    path = checkpoint.directory / SCORES_NAME
+    if not path.is_file():
+        return None
+    scores, _ = load_scores(path)
+    shape = scores.channels_LEI.shape[1:]
+    found = {
+        (len(checkpoint.manifest.widths.get(name, ())), checkpoint.manifest.intermediate_size) for name in scores.names
+    }
+    if found != {tuple(shape)}:
+        raise CoverageError(
+            f"{path} scores other experts than {checkpoint.directory} holds: remove it, or copy its own"
+        )
+    return scores
+
+
+def _noted(values: Any, shape: Sequence[int]) -> Tensor | None:
+    """What the plan's notes hold, where it is a tensor of this shape."""
+    try:
+        tensor = torch.tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tensor if tensor.shape == tuple(shape) else None

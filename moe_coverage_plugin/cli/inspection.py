@@ -1,0 +1,161 @@
+"""``moe-coverage inspect``: what a pruned checkpoint holds and how it can be served."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moe_coverage_plugin.cli import output
+from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
+from moe_coverage_plugin.cli.split_layers import parallel_shape
+from moe_coverage_plugin.parallelism import degrees
+
+HEADERS = (
+    *("layer", "channels", "kept", "coverage", "live", "removed", "narrowest", "mean", "widest"),
+    *("fewest tokens", "most tokens", "without tokens"),
+)
+MOST_BARS = 16
+BAR_LENGTH = 40
+
+
+def run(arguments: Namespace) -> None:
+    """Print what a checkpoint holds, and write it where asked.
+
+    Raises:
+        CoverageError: no pruned checkpoint, or a damaged one.
+    """
+    # slow to import: reads nothing but headers, in the words that vLLM's user would see
+    from moe_coverage_plugin.serving.headers import check_headers
+
+    checkpoint = read_checkpoint(Path(arguments.checkpoint))
+    check_headers(checkpoint.directory, checkpoint.manifest)
+    summary = _summary(checkpoint)
+    _show(summary)
+    if arguments.json is not None:
+        output.write_json(arguments.json, summary)
+    if arguments.pictures is not None:
+        from moe_coverage_plugin.cli.checkpoint_view import checkpoint_view
+
+        facts = _facts(summary)
+        output.write_pictures(checkpoint_view(checkpoint, facts), arguments.pictures)
+
+
+def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    obstacles = degrees(parallel_shape(checkpoint))
+    return {
+        "checkpoint": str(checkpoint.directory),
+        "layout": manifest.layout,
+        "intermediate_size": manifest.intermediate_size,
+        "block_size": manifest.block_size,
+        "dtype": checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")),
+        "quantization": [dict(weights) for weights in checkpoint.weight_groups],
+        "bytes": {
+            "experts": checkpoint.expert_bytes,
+            "other": checkpoint.other_bytes,
+            "experts_unpruned_16_bit": checkpoint.unpruned_bytes,
+        },
+        "layers": [_layer(checkpoint, name, widths) for name, widths in manifest.widths.items()],
+        "tensor_parallel": {
+            "legal": [degree for degree, found in obstacles.items() if not found],
+            "blocked": {str(degree): found for degree, found in obstacles.items() if found},
+        },
+        "provenance": manifest.provenance,
+        "remarks": checkpoint.remarks,
+    }
+
+
+def _layer(checkpoint: Checkpoint, name: str, widths: list[int]) -> dict[str, Any]:
+    report = checkpoint.report.get(name, {})
+    return {
+        "name": name,
+        "kept": sum(widths),
+        "keep_ratio": sum(widths) / (len(widths) * checkpoint.manifest.intermediate_size),
+        "coverage": report.get("coverage"),
+        "removed": [expert for expert, width in enumerate(widths) if width == 0],
+        "widths": widths,
+        "tokens": report.get("tokens"),
+    }
+
+
+def _facts(summary: dict[str, Any]) -> dict[str, str]:
+    layers, sizes = summary["layers"], summary["bytes"]
+    widths = [width for layer in layers for width in layer["widths"]]
+    channels = len(widths) * summary["intermediate_size"]
+    stored = sizes["experts"] + sizes["other"]
+    return {
+        "checkpoint": summary["checkpoint"],
+        "layout": f"{summary['layout']}, widths in blocks of {summary['block_size']}, {summary['intermediate_size']} "
+        "channels before pruning",
+        "weights": ", ".join(map(_scheme, summary["quantization"])) or f"not quantized ({summary['dtype']})",
+        "channels": f"{sum(widths):,} of {channels:,} kept ({output.percent(sum(widths) / channels)})",
+        "experts": f"{len(widths) - widths.count(0)} of {len(widths)} live, {widths.count(0)} removed"
+        + _without_tokens(layers),
+        "on disk": f"{output.mebibytes(stored)}: experts {output.mebibytes(sizes['experts'])}, everything else "
+        f"{output.mebibytes(sizes['other'])}",
+        "unpruned": f"the experts would take {output.mebibytes(sizes['experts_unpruned_16_bit'])} in 16 bit",
+        **output.provenance_facts(summary["provenance"]),
+    }
+
+
+def _scheme(weights: dict[str, Any]) -> str:
+    symmetry = "symmetric" if weights.get("symmetric") else "asymmetric"
+    group_size = weights.get("group_size")
+    shared = (
+        f"groups of {group_size}" if weights.get("strategy") == "group" else f"one scale per {weights.get('strategy')}"
+    )
+    return f"{weights.get('type')}{weights.get('num_bits')}, {symmetry}, {shared}"
+
+
+def _without_tokens(layers: list[dict[str, Any]]) -> str:
+    counts = [layer["tokens"].count(0) for layer in layers if layer["tokens"] is not None]
+    return f", {sum(counts)} without calibration tokens" if counts else ""
+
+
+def _show(summary: dict[str, Any]) -> None:
+    print(output.fact_lines(_facts(summary)))
+    for remark in summary["remarks"]:
+        print(f"note: {remark}")
+    print(f"\n{output.table(HEADERS, [_row(layer) for layer in summary['layers']])}")
+    widths = [width for layer in summary["layers"] for width in layer["widths"]]
+    print(f"\n{output.table(('width', 'experts', ''), list(_histogram(widths, summary['intermediate_size'])))}")
+    parallel = summary["tensor_parallel"]
+    print(f"\ntensor parallel in vLLM: {', '.join(map(str, parallel['legal']))}")
+    print(output.fact_lines({f"  not {degree}": _first(found) for degree, found in parallel["blocked"].items()}))
+
+
+def _first(obstacles: list[str]) -> str:
+    first, *others = obstacles
+    return f"{first} (and {len(others)} more)" if others else first
+
+
+def _row(layer: dict[str, Any]) -> tuple[object, ...]:
+    widths, tokens = layer["widths"], layer["tokens"]
+    live = [width for width in widths if width]
+    return (
+        output.layer_label(layer["name"]),
+        layer["kept"],
+        output.percent(layer["keep_ratio"]),
+        output.percent(layer["coverage"]),
+        len(live),
+        len(layer["removed"]),
+        min(live, default="-"),
+        f"{layer['kept'] / len(widths):.0f}",
+        max(live, default="-"),
+        *(("-", "-", "-") if tokens is None else (min(tokens), max(tokens), tokens.count(0))),
+    )
+
+
+def _histogram(widths: list[int], intermediate_size: int) -> Iterable[tuple[str, int, str]]:
+    """Rows of widths, how many experts have them, and a bar; ranges of widths where there are many."""
+    step = 1 if len(set(widths)) <= MOST_BARS else -(-intermediate_size // MOST_BARS)
+    # removed experts stay by themselves
+    counts = Counter(-(-width // step) for width in widths)
+    for bin_, count in sorted(counts.items()):
+        first, last = (bin_ - 1) * step + 1, min(bin_ * step, intermediate_size)
+        label = str(last) if step == 1 or bin_ == 0 else f"{first}-{last}"
+        bar = "#" * max(1, round(BAR_LENGTH * count / max(counts.values())))
+        yield label, count, bar.ljust(BAR_LENGTH)

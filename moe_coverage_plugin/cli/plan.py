@@ -1,0 +1,193 @@
+"""``moe-coverage plan``: widths from a score file, and what they would keep."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.cli import output
+from moe_coverage_plugin.core.alignment import Alignment, align_blocks, align_widths
+from moe_coverage_plugin.core.live_experts import check_live_experts
+from moe_coverage_plugin.core.planning import CoveragePlan, CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.report.view import PlanView
+
+DEFAULT_MIN_WIDTH = 128
+DEFAULT_RULE = "l-r-c"
+WITHOUT_PRIOR = ("uniform", "topk_channel")
+HEADERS = (
+    *("layer", "channels", "planned", "kept", "coverage", "live", "removed", "narrowest", "widest"),
+    *("fewest tokens", "most tokens", "without tokens"),
+)
+
+
+def run(arguments: Namespace) -> None:
+    """Print a plan, and write it where asked.
+
+    Raises:
+        CoverageError: no score file, options that do not fit it or each other, or a plan that no router could follow.
+    """
+    strategy = _strategy(arguments)
+    scores, provenance = load_scores(arguments.scores)
+    plan = plan_widths(scores, arguments.sparsity, strategy)
+    aligned = _align(arguments, strategy, scores, plan.widths_LE)
+    check_live_experts(scores.names, scores.top_k, aligned.widths_LE)
+    settings = _settings(arguments, strategy)
+    facts = {name: str(value) for name, value in settings.items()} | output.provenance_facts(provenance)
+    view = PlanView(
+        names=scores.names,
+        intermediate_size=scores.channels_LEI.shape[-1],
+        widths_LE=aligned.widths_LE,
+        channels_LEI=scores.channels_LEI,
+        expert_prior_LE=None if strategy.intra_layer in WITHOUT_PRIOR else plan.expert_prior_LE,
+        layer_loss_L=scores.layer_loss_L,
+        layer_prior_L=plan.layer_prior_L if strategy.uses_layer_loss else None,
+        tokens_LE=scores.tokens_LE,
+        title=f"{100 * arguments.sparsity:g} % of expert channels removed",
+        facts=facts,
+    )
+    summary = {
+        "scores": arguments.scores,
+        "channel_metric": scores.channel_metric,
+        "top_k": scores.top_k,
+        "intermediate_size": view.intermediate_size,
+        "settings": settings,
+        "provenance": provenance,
+        "totals": _totals(view, scores, plan, aligned),
+        "layers": _layers(view, scores, plan),
+    }
+    _show(summary)
+    if arguments.json is not None:
+        output.write_json(arguments.json, summary)
+    if arguments.pictures is not None:
+        output.write_pictures(view, arguments.pictures)
+
+
+def _strategy(arguments: Namespace) -> CoverageStrategy:
+    _refuse_idle(arguments, "scope", "layers", ("inter_layer", "layer_prior"))
+    _refuse_idle(arguments, "strategy", "hamilton", ("min_width", "rule"))
+    given = {field.name: getattr(arguments, field.name) for field in fields(CoverageStrategy)}
+    return CoverageStrategy(**{name: value for name, value in given.items() if value is not None})
+
+
+def _refuse_idle(arguments: Namespace, option: str, needed: str, others: tuple[str, ...]) -> None:
+    idle = [f"--{other.replace('_', '-')}" for other in others if getattr(arguments, other) is not None]
+    if idle and getattr(arguments, option) != needed:
+        raise CoverageError(
+            f"{' and '.join(idle)} would do nothing with --{option} {getattr(arguments, option)}: leave it out, or "
+            f"add --{option} {needed}"
+        )
+
+
+def _align(
+    arguments: Namespace, strategy: CoverageStrategy, scores: AttributionScores, widths_LE: Tensor
+) -> Alignment:
+    scores_LEI = scores.channels_LEI
+    if arguments.strategy == "blocks":
+        across_layers = strategy.scope == "global"
+        return align_blocks(widths_LE, scores_LEI, arguments.block_size, scores.top_k, across_layers)
+    return align_widths(widths_LE, scores_LEI, arguments.block_size, **_hamilton(arguments))
+
+
+def _settings(arguments: Namespace, strategy: CoverageStrategy) -> dict[str, Any]:
+    """What decides, without what has no say in it."""
+    names = ["scope", "intra_layer"]
+    if strategy.scope == "layers":
+        names += ["inter_layer", "layer_prior"] if strategy.inter_layer == "coverage" else ["inter_layer"]
+    if strategy.intra_layer == "coverage":
+        names += ["expert_prior", "expert_importance"] if strategy.uses_attribution else ["expert_prior"]
+    if strategy.uses_layer_loss or strategy.intra_layer in ("coverage", "loss"):
+        names.append("smoothing")
+    settings = {"sparsity": arguments.sparsity} | {name: getattr(strategy, name) for name in names}
+    settings |= {"strategy": arguments.strategy, "block_size": arguments.block_size}
+    return settings if arguments.strategy == "blocks" else settings | _hamilton(arguments)
+
+
+def _hamilton(arguments: Namespace) -> dict[str, Any]:
+    min_width = DEFAULT_MIN_WIDTH if arguments.min_width is None else arguments.min_width
+    return {"min_width": min_width, "rule": arguments.rule or DEFAULT_RULE}
+
+
+def _totals(view: PlanView, scores: AttributionScores, plan: CoveragePlan, aligned: Alignment) -> dict[str, Any]:
+    assert view.coverage_L is not None
+    score_L = scores.channels_LEI.sum((1, 2))
+    has_scores = bool(score_L.sum() > 0)
+    return {
+        "channels": scores.channels_LEI.numel(),
+        "budget": int(plan.widths_LE.sum()),
+        "kept": int(view.widths_LE.sum()),
+        "unspent": aligned.unspent,
+        "keep_ratio": view.keep_ratio,
+        "coverage": float((view.coverage_L * score_L).sum() / score_L.sum()) if has_scores else view.keep_ratio,
+        "experts": view.widths_LE.numel(),
+        "removed": int(view.dead_LE.sum()),
+        "removed_by_alignment": len(aligned.dropped),
+        "without_tokens": int((scores.tokens_LE == 0).sum()),
+    }
+
+
+def _layers(view: PlanView, scores: AttributionScores, plan: CoveragePlan) -> list[dict[str, Any]]:
+    assert view.coverage_L is not None
+    layers = []
+    for layer, name in enumerate(view.names):
+        widths_E = view.widths_LE[layer]
+        layers.append(
+            {
+                "name": name,
+                "budget": int(plan.widths_LE[layer].sum()),
+                "kept": int(widths_E.sum()),
+                "keep_ratio": float(view.keep_ratio_L[layer]),
+                "coverage": float(view.coverage_L[layer]),
+                "narrowest": int(widths_E[widths_E > 0].min()),
+                "widest": int(widths_E.max()),
+                "removed": torch.nonzero(widths_E == 0).flatten().tolist(),
+                "widths": widths_E.tolist(),
+                "tokens": scores.tokens_LE[layer].tolist(),
+            }
+        )
+    return layers
+
+
+def _show(summary: dict[str, Any]) -> None:
+    layers, totals = summary["layers"], summary["totals"]
+    shape = f"{len(layers)} layers of {len(layers[0]['widths'])} experts with {summary['intermediate_size']} channels"
+    picked = "/".join(map(str, sorted(set(summary["top_k"]))))
+    head = {
+        "scores": f"{summary['scores']}: {summary['channel_metric']}, {shape}, top-{picked}",
+        **output.provenance_facts(summary["provenance"]),
+        "plan": ", ".join(f"{name} {value}" for name, value in summary["settings"].items()),
+    }
+    kept = f"{totals['kept']:,} of {totals['channels']:,} kept ({output.percent(totals['keep_ratio'])})"
+    live = f"{totals['experts'] - totals['removed']} of {totals['experts']} live"
+    foot = {
+        "channels": f"{kept}, {totals['unspent']:,} of the budget unspent",
+        "coverage": f"{output.percent(totals['coverage'])} of the channel scores",
+        "experts": f"{live}, {totals['removed']} removed ({totals['removed_by_alignment']} of them by alignment), "
+        f"{totals['without_tokens']} without calibration tokens",
+    }
+    print(output.fact_lines(head))
+    print(f"\n{output.table(HEADERS, [_row(layer) for layer in layers])}\n")
+    print(output.fact_lines(foot))
+
+
+def _row(layer: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        output.layer_label(layer["name"]),
+        layer["kept"],
+        layer["budget"],
+        output.percent(layer["keep_ratio"]),
+        output.percent(layer["coverage"]),
+        len(layer["widths"]) - len(layer["removed"]),
+        len(layer["removed"]),
+        layer["narrowest"],
+        layer["widest"],
+        min(layer["tokens"]),
+        max(layer["tokens"]),
+        layer["tokens"].count(0),
+    )

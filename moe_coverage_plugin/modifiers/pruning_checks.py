@@ -1,0 +1,60 @@
+"""What a pruning refuses: a recipe in another order, and plans that a router could not live with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationMixin
+from torch import Tensor
+
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
+from moe_coverage_plugin.core.live_experts import check_live_experts
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
+from moe_coverage_plugin.modifiers.plan import PlanModifier
+
+
+def refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier], pruning: type[Modifier]) -> None:
+    """Refuse modifiers that do not go together with a pruning at its place in the recipe.
+
+    Raises:
+        CoverageError: naming the modifier and where it belongs.
+    """
+    if quantizer := next((type(other).__name__ for other in before if isinstance(other, QuantizationMixin)), None):
+        raise CoverageError(
+            f"{quantizer} stands before ChannelPruningModifier: prune first, then quantize what is left"
+        )
+    if any(isinstance(other, pruning) for other in before):
+        raise CoverageError(
+            "the recipe has two ChannelPruningModifier, but scores of pruned experts cannot be compared: prune once, "
+            "at the sparsity that is wanted in the end"
+        )
+    if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
+        raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
+    first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
+    if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
+        raise CoverageError(
+            "REAPPruningModifier stands after AttributionModifier and would renumber the experts that it scored: put "
+            "it before AttributionModifier"
+        )
+
+
+def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
+    """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
+
+    Raises:
+        CoverageError: as said, with the block, or the group, that is too small.
+    """
+    check_live_experts([block.name], [block.top_k], widths_E[None])
+    live_E = widths_E > 0
+    groups, picked_groups = getattr(block.router, "n_group", None) or 1, getattr(block.router, "topk_group", None) or 1
+    live_G = live_E.reshape(groups, -1).sum(-1)
+    # a group is scored by its best two experts, so one alone would never be reached
+    needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
+    if bool((live_G < needed).any()):
+        raise CoverageError(
+            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
+            "lower sparsity or min_width"
+        )

@@ -1,0 +1,114 @@
+"""What a pruned model remembers for its checkpoint: figures, scores, pictures, and where all of it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.calibration.provenance import environment
+from moe_coverage_plugin.core.ragged import prefix_scores
+from moe_coverage_plugin.core.score_file import save_scores
+from moe_coverage_plugin.manifest import Layout
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
+from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
+from moe_coverage_plugin.modifiers.plan import WidthPlan
+from moe_coverage_plugin.report.view import PlanView
+from moe_coverage_plugin.surgery.checkpoint import PICTURES_NAME, SCORES_NAME, PruningRecord
+
+
+def pruning_record(
+    attribution: AttributionModifier,
+    plan: WidthPlan,
+    widths_LE: Tensor,
+    recipe: list[dict[str, Any]],
+    layout: Layout,
+    block_size: int,
+    pictures: bool,
+) -> PruningRecord:
+    """Everything that a checkpoint holds beside its weights.
+
+    Args:
+        widths_LE: channels kept of every expert, as far as the layout can say them.
+        recipe: names and fields of our modifiers in the recipe.
+        block_size: what all widths of the checkpoint are multiples of.
+        pictures: draw the plan.
+    """
+    measured_on = attribution.provenance
+    companions: list[Callable[[Path], None]] = [
+        lambda directory: save_scores(directory / SCORES_NAME, plan.scores, measured_on)
+    ]
+    if (save_tokenizer := _tokenizer_of_run()) is not None:
+        companions.append(save_tokenizer)
+    if pictures:
+        view = _view(plan, widths_LE, measured_on)
+        companions.append(lambda directory: _draw(view, directory / PICTURES_NAME))
+    return PruningRecord(
+        layout=layout,
+        intermediate_size=plan.scores.channels_LEI.shape[-1],
+        block_size=block_size,
+        provenance=measured_on | environment() | {"recipe": recipe},
+        report=_report(plan, widths_LE),
+        companions=companions,
+    )
+
+
+def _tokenizer_of_run() -> Callable[[Path], None] | None:
+    run = running_oneshot()
+    processor: Any = run.processor if run is not None else None
+    return None if processor is None else lambda directory: processor.save_pretrained(directory)
+
+
+def _view(plan: WidthPlan, widths_LE: Tensor, measured_on: dict[str, Any]) -> PlanView:
+    scores = plan.scores
+    kept = int(widths_LE.sum()) / scores.channels_LEI.numel()
+    return PlanView(
+        names=scores.names,
+        intermediate_size=scores.channels_LEI.shape[-1],
+        widths_LE=widths_LE,
+        channels_LEI=scores.channels_LEI,
+        expert_prior_LE=torch.tensor(plan.notes["prior_LE"]),
+        layer_loss_L=scores.layer_loss_L,
+        layer_prior_L=torch.tensor(plan.notes["layer_prior_L"]) if scores.layer_loss_L is not None else None,
+        tokens_LE=scores.tokens_LE,
+        title=f"Expert channels kept: {kept:.1%}",
+        facts={
+            "model": str(measured_on.get("model")),
+            "channel scores": scores.channel_metric,
+            "widths are multiples of": str(plan.block_size),
+            "calibration batches": str(measured_on.get("calibration_batches")),
+            "calibration sha256": str(measured_on.get("calibration_sha256")),
+        },
+    )
+
+
+def _draw(view: PlanView, directory: Path) -> None:
+    # matplotlib takes a second to import, which a run without pictures need not wait for
+    from moe_coverage_plugin.report.page import write_report
+
+    write_report(view, directory)
+
+
+def _report(plan: WidthPlan, widths_LE: Tensor) -> dict[str, Any]:
+    """Figures of a pruning, per block, for the file beside the checkpoint."""
+    prefix_LEN = prefix_scores(plan.scores.channels_LEI)
+    kept_LE = prefix_LEN.gather(-1, widths_LE.unsqueeze(-1)).squeeze(-1)
+    coverage_L = kept_LE.sum(-1) / prefix_LEN[..., -1].sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    blocks = {
+        name: {
+            "widths": widths_LE[layer].tolist(),
+            "tokens": plan.scores.tokens_LE[layer].tolist(),
+            "coverage": float(coverage_L[layer]),
+        }
+        for layer, name in enumerate(plan.scores.names)
+    }
+    kept_for_layout = int(((plan.widths_LE == 0) & (widths_LE > 0)).sum())
+    return {
+        "blocks": blocks,
+        "experts_without_tokens": plan.scores.unreached,
+        "experts_kept_for_layout": kept_for_layout,
+        "plan": plan.notes,
+    }

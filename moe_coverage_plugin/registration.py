@@ -1,0 +1,42 @@
+"""Registers the modifiers with llm-compressor, which has no discovery of its own, at no cost where it is not used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+TOOLKIT = "llmcompressor"
+
+
+def register_modifiers() -> None:
+    """Let recipes name our modifiers, now or as soon as llm-compressor is imported.
+
+    Importing it takes seconds and logs to the console, which a command that only reads a checkpoint should not do.
+    """
+    if TOOLKIT in sys.modules:
+        import_module("moe_coverage_plugin.modifiers")
+    else:
+        sys.meta_path.insert(0, _AfterToolkit())
+
+
+class _AfterToolkit(MetaPathFinder):
+    """Imports our modifiers, which registers them, when llm-compressor itself has been imported."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> ModuleSpec | None:
+        if fullname != TOOLKIT:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                import_module("moe_coverage_plugin.modifiers")
+
+            spec.loader.exec_module = execute_and_register
+        return spec

@@ -1,0 +1,230 @@
+"""The gradient pass of real ``oneshot`` runs against autograd through a loop over experts with a factor on each value.
+
+The derivative of the loss by a factor on a value is the product of the value and its gradient, so the reference never
+looks at activations or their gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from brute_force import CHANNELS, EXPERTS, LAYERS, observe, open_stock, save_float64
+from datasets import Dataset
+from tiny import VOCAB, add_tokenizer, token_batches
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.calibration import next_token
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks, projections
+from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.observation import observe_batches
+from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.core.scores import AttributionScores
+
+METRICS = ("fisher", "activation_gradient", "gradient", "snip")
+
+
+def padded_with_prompts(labelled: bool) -> Dataset:
+    """Samples with padding on the right; where asked, with labels that mask the first tokens of each."""
+    dataset = token_batches(samples=4, length=20, padded=True)
+    if not labelled:
+        return dataset
+    labels = []
+    for number, sample in enumerate(dataset):
+        pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
+        labels.append([token if mask and place > number else -100 for place, (token, mask) in enumerate(pairs)])
+    return dataset.add_column("labels", labels)
+
+
+class Factors:
+    """Ones that every value of one batch is multiplied by, and zeros that are added; their gradients are the products
+    and the plain gradients."""
+
+    def __init__(self) -> None:
+        self.products: dict[tuple[int, int, str], Tensor] = {}
+        self.plain: dict[tuple[int, int, str], Tensor] = {}
+
+    def __call__(self, layer: int, expert: int, name: str, value: Tensor) -> Tensor:
+        key = (layer, expert, name)
+        self.products[key] = torch.ones_like(value, requires_grad=True)
+        self.plain[key] = torch.zeros_like(value, requires_grad=True)
+        return value * self.products[key] + self.plain[key]
+
+
+def reference(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Channel scores of every metric and the three importances, from whole graphs of autograd."""
+    blocks = find_expert_blocks(model)
+    totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
+    squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
+    nll = torch.zeros(3, LAYERS, EXPERTS, dtype=torch.float64)
+    for batch in batches:
+        factors = Factors()
+        for layer, block in enumerate(blocks):
+            block.experts.forward = looped(block, layer, factors)
+        model.requires_grad_(True).zero_grad()
+        masked_loss(model, batch).backward()
+        for layer, block in enumerate(blocks):
+            for expert, mlp in enumerate(block.mlps):
+                value = {name: factors.products[layer, expert, name].grad for name in ("gate", "up", "a", "z")}
+                plain = {name: factors.plain[layer, expert, name].grad for name in ("gate", "up", "a")}
+                totals["fisher"][layer, expert] += value["a"].square().sum(0)
+                totals["activation_gradient"][layer, expert] += sum(value[k].abs().sum(0) for k in plain) / 3
+                for name in plain:
+                    squares[name][layer, expert] += plain[name].square().sum(0)
+                for name, linear in projections(mlp).items():
+                    sensitivity = (linear.weight * linear.weight.grad).abs()
+                    totals["snip"][layer, expert] += sensitivity.sum(0 if name == "down_proj" else 1).detach() / 3
+                u_T = value["z"].sum(-1)
+                nll[:, layer, expert] += torch.stack([-u_T.sum(), u_T.abs().sum(), u_T.square().sum()])
+    totals["gradient"] = sum(each.sqrt() for each in squares.values()) / 3
+    return dict(totals) | dict(zip(("nll_signed", "nll_absolute", "nll_squared"), nll, strict=True))
+
+
+def looped(block: Any, layer: int, factors: Factors) -> Any:
+    def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert, mlp in enumerate(block.mlps):
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            gate = factors(layer, expert, "gate", mlp.gate_proj(hidden[token]))
+            up = factors(layer, expert, "up", mlp.up_proj(hidden[token]))
+            a = factors(layer, expert, "a", block.experts._apply_gate(torch.cat([gate, up], -1)))
+            z = factors(layer, expert, "z", mlp.down_proj(a))
+            out = out.index_add(0, token, (z * weights[token, slot, None]).to(out.dtype))
+        return out
+
+    return forward
+
+
+def masked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    target = batch.get("labels", batch["input_ids"]).masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    return cross_entropy(logits.flatten(0, 1).double(), target.flatten(), ignore_index=-100, reduction="sum")
+
+
+def batches_of(dataset: Dataset, size: int) -> list[dict[str, Tensor]]:
+    columns = {name: torch.tensor(dataset[:][name]) for name in dataset.column_names}
+    return [
+        {name: column[start : start + size] for name, column in columns.items()}
+        for start in range(0, len(dataset), size)
+    ]
+
+
+def assert_equal(scores: AttributionScores, expected: dict[str, Tensor], metric: str) -> None:
+    torch.testing.assert_close(scores.channels_LEI, expected[metric], rtol=1e-5, atol=1e-12)
+    for name in ("nll_signed", "nll_absolute", "nll_squared"):
+        torch.testing.assert_close(getattr(scores, f"{name}_LE"), expected[name], rtol=1e-5, atol=1e-10)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "gpt_oss"])
+def family(request, tmp_path_factory):
+    """Plain experts, a shared expert beside them, and experts with biases and another activation."""
+    width = {"intermediate_size": CHANNELS, "num_local_experts": EXPERTS} if request.param == "gpt_oss" else {}
+    return add_tokenizer(save_float64(tmp_path_factory.mktemp("source"), request.param, **width))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_equal_autograd(family, metric: str):
+    dataset = padded_with_prompts(labelled=True)
+    expected = reference(open_stock(family, linear=True), batches_of(dataset, 2))
+    assert_equal(observe(family, dataset, {"channel_metric": metric}, batch_size=2), expected, metric)
+
+
+@pytest.mark.parametrize("all_experts", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_batches_and_all_experts_mode_do_not_matter(family, batch_size: int, all_experts: bool):
+    dataset = padded_with_prompts(labelled=False)
+    expected = reference(open_stock(family, linear=True), batches_of(dataset, 1))
+    run = {"batch_size": batch_size, "moe_calibrate_all_experts": all_experts}
+    assert_equal(observe(family, dataset, {"channel_metric": "fisher"}, **run), expected, "fisher")
+
+
+@pytest.mark.parametrize("importance", ["nll_signed", "nll_absolute", "nll_squared"])
+def test_importance_from_gradients_beside_scores_without(family, importance: str):
+    dataset = padded_with_prompts(labelled=False)
+    plain = observe(family, dataset)
+    both = observe(family, dataset, {"expert_importance": importance})
+    expected = reference(open_stock(family, linear=True), batches_of(dataset, 1))
+    assert_equal(both, expected | {"activation": plain.channels_LEI}, "activation")
+    for name in ("first_order_LE", "second_order_LE", "tokens_LE", "gate_sum_LE"):
+        torch.testing.assert_close(getattr(both, name), getattr(plain, name), rtol=1e-9, atol=1e-12)
+
+
+def test_signed_importance_is_the_slope_of_the_loss(tmp_path):
+    """Shrinking an expert's answer a little raises the loss by its signed importance, to first order."""
+    source = save_float64(tmp_path / "model", "qwen3_moe")
+    dataset = token_batches(samples=2, length=20)
+    scores = observe(source, dataset, {"expert_importance": "nll_signed"})
+    model, batch, step = open_stock(source, linear=True), batches_of(dataset, 2)[0], 1e-2
+
+    @torch.no_grad()
+    def loss(layer: int, expert: int, factor: float) -> Tensor:
+        weight = find_expert_blocks(model)[layer].mlps[expert].down_proj.weight
+        whole = weight.clone()
+        weight.mul_(factor)
+        found = masked_loss(model, batch)
+        weight.copy_(whole)
+        return found
+
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            slope = (loss(layer, expert, 1 - step) - loss(layer, expert, 1 + step)) / (2 * step)
+            torch.testing.assert_close(scores.nll_signed_LE[layer, expert], slope, rtol=1e-2, atol=1e-3)
+
+
+def test_batches_without_a_target_add_nothing_and_are_counted(family, log):
+    dataset = padded_with_prompts(labelled=True)
+    silent = dataset.map(lambda _row, number: {"labels": [-100] * 20} if number == 0 else {}, with_indices=True)
+    spoken = dataset.select(range(1, len(dataset)))
+    scores = observe(family, silent, {"channel_metric": "fisher"})
+    expected = observe(family, spoken, {"channel_metric": "fisher"})
+    torch.testing.assert_close(scores.channels_LEI, expected.channels_LEI, rtol=1e-9, atol=1e-15)
+    assert any("1 of 4 batches predict no token" in line for line in log)
+
+
+def test_the_pass_leaves_the_model_as_it_was(family):
+    model = open_stock(family, linear=True).train()
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.named_parameters()}
+    forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    blocks = find_expert_blocks(model)
+    observe_batches(
+        model,
+        batches_of(padded_with_prompts(labelled=False), 2),
+        [BlockObserver(block, "fisher", None) for block in blocks],
+        [GradientObserver(block, "fisher") for block in blocks],
+    )
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name][0])
+        assert tensor.requires_grad == before[name][1]
+        assert tensor.grad is None, f"{name} got a gradient"
+    assert model.training
+    for name, module in model.named_modules():
+        assert vars(module).get("forward") == forwards[name]
+        assert not module._forward_hooks
+
+
+def test_a_model_whose_layers_pass_no_gradient_is_refused(family, monkeypatch):
+    """Layers that take hidden states by keyword cannot be recomputed: zeros must not pass for scores."""
+    layer_class = type(open_stock(family, linear=True).model.layers[0])
+    whole = layer_class.__call__
+    monkeypatch.setattr(layer_class, "__call__", lambda self, hidden, **kw: whole(self, hidden_states=hidden, **kw))
+    with pytest.raises(CoverageError, match="no gradient of the loss reaches"):
+        observe(family, padded_with_prompts(labelled=False), {"channel_metric": "fisher"})
+
+
+def test_long_vocabulary_is_worked_on_in_pieces(monkeypatch):
+    monkeypatch.setattr(next_token, "CHUNK_POSITIONS", 3)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 7, VOCAB, dtype=torch.float64, generator=generator).requires_grad_()
+    targets = torch.randint(0, VOCAB, (2, 7), generator=generator)
+    targets[0, :4] = -100
+    found = next_token.loss_gradient(logits, targets)
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    torch.testing.assert_close(found.logits_grad_BSV, logits.grad)
+    assert found.tokens == 10

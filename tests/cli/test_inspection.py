@@ -1,0 +1,262 @@
+"""What inspect says of real checkpoints is what is in them; what is wrong with others, it says in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.cli import checkpoint
+from moe_coverage_plugin.core.score_file import load_scores, save_scores
+from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME, SCORES_NAME
+
+WEIGHTS = "model.safetensors"
+
+
+def inspected(script: Any, tmp_path: Path, directory: Path) -> dict[str, Any]:
+    done = script("inspect", directory, "--json", tmp_path / "inspect.json")
+    assert done.status == 0, done.err
+    return json.loads((tmp_path / "inspect.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["pruned", "uniform", "shared"])
+def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> None:
+    directory: Path = request.getfixturevalue(name)
+    summary = inspected(script, tmp_path, directory)
+    manifest = Manifest.from_checkpoint(directory)
+    assert manifest is not None
+    assert {layer["name"]: layer["widths"] for layer in summary["layers"]} == manifest.widths
+    assert {
+        layer["name"]: layer["removed"] for layer in summary["layers"] if layer["removed"]
+    } == manifest.dead_experts
+    assert (summary["layout"], summary["provenance"]) == (manifest.layout, manifest.provenance)
+    blocks = json.loads((directory / REPORT_NAME).read_text())["blocks"]
+    for layer in summary["layers"]:
+        assert layer["coverage"] == blocks[layer["name"]]["coverage"]
+        assert layer["tokens"] == blocks[layer["name"]]["tokens"]
+    tensors = load_file(directory / WEIGHTS)
+    experts = sum(tensor.nbytes for key, tensor in tensors.items() if ".mlp.experts." in key)
+    everything = sum(tensor.nbytes for tensor in tensors.values())
+    # 2 layers of 8 experts with 3 matrices of 256 x 128 in 2 bytes
+    assert summary["bytes"] == {
+        "experts": experts,
+        "other": everything - experts,
+        "experts_unpruned_16_bit": 2 * 8 * 3 * 256 * 128 * 2,
+    }
+    assert summary["remarks"] == []
+
+
+def test_prints_what_matters(script: Any, pruned: Path, source: Path) -> None:
+    done = script("inspect", pruned)
+    lines = {line.split("  ")[0].strip(): line for line in done.out.splitlines()}
+    assert "ragged, widths in blocks of 64, 256 channels before pruning" in lines["layout"]
+    assert "not quantized (float32)" in lines["weights"]
+    assert "3,072 of 4,096 kept (75.0 %)" in lines["channels"]
+    assert str(source) in lines["model"]
+    assert lines["tensor parallel in vLLM: 1, 2, 4"]
+    # every width with the experts that have it
+    manifest = Manifest.from_checkpoint(pruned)
+    assert manifest is not None
+    widths = [width for layer in manifest.widths.values() for width in layer]
+    for width in manifest.distinct_widths:
+        assert f"{width}  {widths.count(width):>7}".split() == lines[str(width)].split()[:2]
+
+
+def test_degrees_of_quantized_experts_of_one_width(script: Any, tmp_path: Path, uniform: Path) -> None:
+    summary = inspected(script, tmp_path, uniform)
+    assert summary["quantization"][0]["group_size"] == 64
+    # o_proj has 4 heads of 64 as input, experts 128 channels, both in groups of 64
+    assert summary["tensor_parallel"]["legal"] == [1, 2]
+    assert summary["tensor_parallel"]["blocked"]["4"] == [
+        "32 channels of the experts on each rank are no multiple of the group size 64"
+    ]
+
+
+def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path: Path, shared: Path) -> None:
+    summary = inspected(script, tmp_path, shared)
+    assert summary["layout"] == "ragged"
+    # groups of ragged experts are dealt to ranks, the 6 of the shared expert and the 2 of o_proj are not
+    assert summary["tensor_parallel"]["legal"] == [1, 2]
+    assert summary["tensor_parallel"]["blocked"]["4"] == [
+        "32 channels of the attention output on each rank are no multiple of the group size 64",
+        "96 channels of the shared expert on each rank are no multiple of the group size 64",
+    ]
+
+
+def test_many_widths_are_counted_in_ranges(script: Any, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "exact"
+    harness.compress(source, harness.pruning(block_size=None), output_dir=str(target))
+    widths = [w for layer in inspected(script, tmp_path, target)["layers"] for w in layer["widths"]]
+    assert len(set(widths)) > 8
+    table = script("inspect", target).out.partition("width  experts")[2].partition("tensor parallel")[0]
+    rows = [line.split() for line in table.splitlines() if line.strip()]
+    for label, count, _ in rows:
+        first, _, last = label.partition("-")
+        assert int(count) == sum(int(first) <= width <= int(last or first) for width in widths)
+    assert sum(int(count) for _, count, _ in rows) == len(widths)
+
+
+def test_draws_it_with_the_scores_beside_it(script: Any, copy: Path, tmp_path: Path) -> None:
+    assert (copy / SCORES_NAME).is_file()
+    for with_scores in (True, False):
+        folder = tmp_path / f"pictures_{with_scores}"
+        assert script("inspect", copy, "--pictures", folder).status == 0
+        assert {"index.html", "widths.png"} <= {file.name for file in folder.iterdir()}
+        (copy / SCORES_NAME).unlink(missing_ok=True)
+        (copy / REPORT_NAME).unlink(missing_ok=True)
+
+
+def test_scores_of_another_model_are_not_drawn(refusal: Any, copy: Path, tmp_path: Path) -> None:
+    scores, provenance = load_scores(copy / SCORES_NAME)
+    scores.names.reverse()
+    scores.names[0] = "model.layers.9.mlp.experts"
+    save_scores(copy / SCORES_NAME, scores, provenance)
+    assert "scores other experts" in refusal("inspect", copy, "--pictures", tmp_path / "pictures")
+    (copy / SCORES_NAME).write_bytes(b"damaged")
+    assert "cannot be read" in refusal("inspect", copy, "--pictures", tmp_path / "pictures")
+
+
+def test_without_a_report_says_so(script: Any, copy: Path, tmp_path: Path) -> None:
+    (copy / REPORT_NAME).unlink()
+    summary = inspected(script, tmp_path, copy)
+    assert all(layer["coverage"] is None and layer["tokens"] is None for layer in summary["layers"])
+    done = script("inspect", copy)
+    assert f"note: no {REPORT_NAME}, so coverage and calibration tokens are unknown" in done.out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"blocks": 3}', '{"blocks": {"a": {}}}', '{"blocks": {"a": 1}}'])
+def test_a_report_that_does_not_fit_is_left_out(script: Any, copy: Path, text: str) -> None:
+    (copy / REPORT_NAME).write_text(text)
+    done = script("inspect", copy)
+    assert done.status == 0
+    assert done.out.count("note: ") == 1
+
+
+def test_a_report_of_other_widths_is_left_out(script: Any, copy: Path) -> None:
+    report = json.loads((copy / REPORT_NAME).read_text())
+    next(iter(report["blocks"].values()))["widths"][0] += 64
+    (copy / REPORT_NAME).write_text(json.dumps(report))
+    assert f"{REPORT_NAME} is damaged or of another checkpoint" in script("inspect", copy).out
+
+
+def test_directories_without_our_entry_are_refused(refusal: Any, source: Path, tmp_path: Path) -> None:
+    assert "is no pruned checkpoint, moe_coverage is not in its config.json" in refusal("inspect", source)
+    assert "is no directory" in refusal("inspect", source / "config.json")
+    assert "is no directory" in refusal("inspect", tmp_path / "absent")
+    assert "config.json cannot be read" in refusal("inspect", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: "[]", "holds no JSON object"),
+        (lambda _: "{", "cannot be read"),
+        (lambda config: json.dumps(config | {"quantization_config": "W4A16"}), "is damaged"),
+        (lambda config: json.dumps(config | {"text_config": 3}), "is damaged"),
+        (lambda config: edited(config, config_groups=3), "is damaged"),
+        (lambda config: edited(config, moe_coverage=3), "is no mapping"),
+        (lambda config: edited(config, moe_coverage=entry(config) | {"version": 2}), "schema version 2"),
+        (lambda config: edited(config, moe_coverage=entry(config) | {"widths": {"a": []}}), "a layer without experts"),
+        (lambda config: json.dumps({**config, "hidden_size": None}), "hidden_size None"),
+        (lambda config: json.dumps({**config, "num_attention_heads": "4"}), "num_attention_heads '4'"),
+        (lambda config: json.dumps({**config, "vocab_size": 0}), "vocab_size 0"),
+    ],
+)
+def test_a_damaged_config_is_refused(refusal: Any, copy: Path, change: Any, words: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(change(config))
+    assert words in refusal("inspect", copy)
+
+
+def entry(config: dict[str, Any]) -> dict[str, Any]:
+    return config["quantization_config"]["moe_coverage"]
+
+
+def edited(config: dict[str, Any], **changes: Any) -> str:
+    return json.dumps(config | {"quantization_config": config["quantization_config"] | changes})
+
+
+def test_damaged_weights_are_refused(refusal: Any, copy: Path) -> None:
+    whole = (copy / WEIGHTS).read_bytes()
+    (copy / WEIGHTS).write_bytes(whole[:-1])
+    assert f"{WEIGHTS} cannot be read" in refusal("inspect", copy)
+    (copy / WEIGHTS).unlink()
+    assert "holds no weights" in refusal("inspect", copy)
+    (copy / WEIGHTS).write_bytes(whole)
+    (copy / checkpoint.INDEX_NAME).write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    assert "lacks model-2.safetensors" in refusal("inspect", copy)
+
+
+def test_weights_of_other_widths_are_refused(refusal: Any, copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    name = next(name for name in tensors if ".experts." in name)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, copy / WEIGHTS)
+    assert "weights, the checkpoint holds" in refusal("inspect", copy)
+
+
+@pytest.mark.parametrize("tensor", ["weight_scale", "weight_shape"])
+def test_packed_weights_without_their_scales_are_refused(
+    refusal: Any, uniform: Path, tmp_path: Path, tensor: str
+) -> None:
+    copy = Path(shutil.copytree(uniform, tmp_path / "copy"))
+    tensors = load_file(copy / WEIGHTS)
+    kept = {key: value for key, value in tensors.items() if not key.endswith(f"o_proj.{tensor}")}
+    save_file(kept, copy / WEIGHTS)
+    assert "o_proj.weight_packed has no scales or no shape" in refusal("inspect", copy)
+
+
+def damaged(value: Any, draw: Any) -> Any:
+    """The value with one thing in it replaced or removed."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 9)):
+        key = draw(st.sampled_from(sorted(value)))
+        if draw(st.integers(0, 9)) == 0:
+            return {other: inner for other, inner in value.items() if other != key}
+        return value | {key: damaged(value[key], draw)}
+    if isinstance(value, list) and value and draw(st.integers(0, 9)):
+        place = draw(st.integers(0, len(value) - 1))
+        return [*value[:place], damaged(value[place], draw), *value[place + 1 :]]
+    odd = [None, True, -1, 0, 3, 64, 10**30, 0.5, float("nan"), "", "no", [], [[]], {}, {"": 1}, "[" * 9]
+    return draw(st.sampled_from(odd))
+
+
+@given(st.data(), st.sampled_from(["config.json", REPORT_NAME]))
+def test_no_damage_ends_in_a_traceback(script: Any, pruned: Path, copy: Path, data: st.DataObject, name: str) -> None:
+    original = json.loads((pruned / name).read_text())
+    (copy / name).write_text(json.dumps(damaged(original, data.draw)))
+    done = script("inspect", copy)
+    assert (done.status, bool(done.out), done.err.count("\n")) in [(0, True, 0), (2, False, 1)]
+    shutil.copyfile(pruned / name, copy / name)
+
+
+@given(st.data())
+def test_no_damaged_bytes_end_in_a_traceback(script: Any, pruned: Path, copy: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["config.json", REPORT_NAME, WEIGHTS]))
+    original = (pruned / name).read_bytes()
+    # the header of the weights, and what is before it
+    place = data.draw(st.integers(0, min(len(original), 4000)))
+    (copy / name).write_bytes(original[:place] + data.draw(st.binary(max_size=4)) + original[place + 1 :])
+    assert script("inspect", copy).status in (0, 2)
+    shutil.copyfile(pruned / name, copy / name)
+
+
+def test_names_of_files_are_those_that_are_written() -> None:
+    assert (checkpoint.REPORT_NAME, checkpoint.SCORES_NAME) == (REPORT_NAME, SCORES_NAME)
+
+
+def test_loads_no_weight(script: Any, copy: Path) -> None:
+    """The data of the weights may be anything: a sparse file of the same length tells as much."""
+    before = script("inspect", copy).out
+    data = (copy / WEIGHTS).read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    (copy / WEIGHTS).write_bytes(data[:header])
+    os.truncate(copy / WEIGHTS, len(data))
+    assert script("inspect", copy).out == before

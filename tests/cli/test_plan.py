@@ -1,0 +1,156 @@
+"""A plan is shown as it would be made, from the scores of a real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.cli.arguments import CHOICES
+from moe_coverage_plugin.core.alignment import AlignmentStrategy, RemainderRule, align_blocks
+from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
+from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
+from moe_coverage_plugin.core.score_file import load_scores, save_scores
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.core.smoothing import Smoothing
+from moe_coverage_plugin.core.statistics import ExpertImportance
+
+# the options of harness.pruning()
+AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")
+AS_ALIGNED = ("--strategy", "hamilton", "--block-size", 64, "--min-width", 64)
+
+
+@pytest.fixture
+def scores(pruned: Path) -> Path:
+    return pruned / "moe_coverage_scores.bin"
+
+
+def planned(script: Any, tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    done = script("plan", *arguments, "--json", tmp_path / "plan.json")
+    assert done.status == 0, done.err
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_shows_the_plan_that_a_run_made(script: Any, pruned: Path, scores: Path, tmp_path: Path) -> None:
+    summary = planned(script, tmp_path, scores, *AS_PRUNED, *AS_ALIGNED)
+    manifest = Manifest.from_checkpoint(pruned)
+    assert manifest is not None
+    assert {layer["name"]: layer["widths"] for layer in summary["layers"]} == manifest.widths
+    report = json.loads((pruned / "moe_coverage_report.json").read_text())
+    for layer in summary["layers"]:
+        block = report["blocks"][layer["name"]]
+        assert layer["tokens"] == block["tokens"]
+        assert layer["coverage"] == pytest.approx(block["coverage"], rel=1e-12)
+    assert summary["totals"]["unspent"] == report["plan"]["unspent_channels"]
+    assert [layer["budget"] for layer in summary["layers"]] == report["plan"]["budgets_L"]
+
+
+def test_figures_are_those_of_the_widths(script: Any, scores: Path, tmp_path: Path) -> None:
+    summary = planned(script, tmp_path, scores, "--sparsity", 0.5, "--block-size", 32)
+    channels_LEI = load_scores(scores)[0].channels_LEI
+    kept_score = 0.0
+    for layer, scores_EI in zip(summary["layers"], channels_LEI, strict=True):
+        widths = layer["widths"]
+        best = sum(float(scores_EI[expert].topk(width).values.sum()) for expert, width in enumerate(widths))
+        kept_score += best
+        assert layer["coverage"] == pytest.approx(best / float(scores_EI.sum()))
+        assert layer["keep_ratio"] == pytest.approx(sum(widths) / scores_EI.numel())
+        assert layer["kept"] == sum(widths)
+        assert layer["removed"] == [expert for expert, width in enumerate(widths) if width == 0]
+        assert (layer["narrowest"], layer["widest"]) == (min(filter(None, widths)), max(widths))
+    totals = summary["totals"]
+    assert totals["coverage"] == pytest.approx(kept_score / float(channels_LEI.sum()))
+    assert totals["kept"] == sum(layer["kept"] for layer in summary["layers"])
+    assert totals["kept"] + totals["unspent"] == totals["budget"] == totals["channels"] // 2
+    assert totals["removed"] == sum(len(layer["removed"]) for layer in summary["layers"])
+
+
+def test_defaults_are_the_recommended_recipe(script: Any, scores: Path, tmp_path: Path) -> None:
+    summary = planned(script, tmp_path, scores, "--sparsity", 0.25)
+    assert summary["settings"] == {
+        "sparsity": 0.25,
+        "scope": "global",
+        "intra_layer": "topk_channel",
+        "strategy": "blocks",
+        "block_size": 128,
+    }
+    found = load_scores(scores)[0]
+    plan = plan_widths(found, 0.25, CoverageStrategy(scope="global", intra_layer="topk_channel"))
+    aligned = align_blocks(plan.widths_LE, found.channels_LEI, 128, found.top_k, across_layers=True)
+    assert [layer["widths"] for layer in summary["layers"]] == aligned.widths_LE.tolist()
+
+
+def test_says_what_the_scores_were_measured_on(script: Any, scores: Path, source: Path) -> None:
+    out = script("plan", scores, "--sparsity", 0.25).out
+    assert str(source) in out
+    assert "calibration_batches" in out
+    assert "activation, 2 layers of 8 experts with 256 channels, top-2" in out
+    assert "3,072 of 4,096 kept (75.0 %), 0 of the budget unspent" in out
+
+
+def test_draws_it(script: Any, scores: Path, tmp_path: Path) -> None:
+    done = script("plan", scores, "--sparsity", 0.25, "--pictures", tmp_path / "pictures")
+    assert done.status == 0
+    assert {"index.html", "widths.png"} <= {file.name for file in (tmp_path / "pictures").iterdir()}
+
+
+def test_scores_without_tokens_can_be_planned(script: Any, tmp_path: Path) -> None:
+    zeros_LE = torch.zeros(1, 4, dtype=torch.float64)
+    zeros_LEI = torch.zeros(1, 4, 8, dtype=torch.float64)
+    scores = AttributionScores(["experts"], [1], "fisher", zeros_LEI, zeros_LE, zeros_LE, zeros_LE.long(), zeros_LE)
+    save_scores(tmp_path / "scores.bin", scores, {})
+    summary = planned(script, tmp_path, tmp_path / "scores.bin", "--sparsity", 0.5, "--block-size", 2)
+    assert summary["totals"]["coverage"] == summary["totals"]["keep_ratio"] == 0.5
+    assert summary["totals"]["without_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--sparsity", 1), "sparsity is 1.0"),
+        (("--sparsity", "nan"), "sparsity is nan"),
+        (("--sparsity", 0.5, "--block-size", 100), "block size 100 does not divide the 256 channels"),
+        (("--sparsity", 0.5, "--block-size", 0), "block size 0 does not divide"),
+        (("--sparsity", 0.5, "--inter-layer", "loss"), "--inter-layer would do nothing with --scope global"),
+        (("--sparsity", 0.5, "--layer-prior", "loss"), "--layer-prior would do nothing with --scope global"),
+        (("--sparsity", 0.5, "--min-width", 0, "--rule", "l-r-s"), "--min-width and --rule would do nothing"),
+        (("--sparsity", 0.5, "--strategy", "hamilton", "--min-width", 200), "minimum width 200"),
+        (("--sparsity", 0.99), "too few"),
+        (("--sparsity", 0.9, "--strategy", "hamilton"), "experts but its router picks 2"),
+        (("--sparsity", 0.5, "--intra-layer", "coverage", "--expert-importance", "nll_squared"), "nll_squared"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(refusal: Any, scores: Path, arguments: Any, words: str) -> None:
+    assert words in refusal("plan", scores, *arguments)
+
+
+def test_files_that_are_no_scores_are_refused(refusal: Any, pruned: Path, tmp_path: Path) -> None:
+    assert "there is no score file" in refusal("plan", tmp_path / "absent", "--sparsity", 0.5)
+    assert "holds no scores" in refusal("plan", pruned / "model.safetensors", "--sparsity", 0.5)
+    assert "cannot be read" in refusal("plan", pruned / "config.json", "--sparsity", 0.5)
+
+
+def test_files_that_cannot_be_written_are_refused(refusal: Any, scores: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "plan.json"):
+        assert "cannot be written" in refusal("plan", scores, "--sparsity", 0.5, "--json", path)
+    assert "cannot be written" in refusal("plan", scores, "--sparsity", 0.5, "--pictures", tmp_path / "file")
+
+
+def test_choices_are_those_of_the_method() -> None:
+    types = {
+        "scope": Scope,
+        "inter_layer": InterLayer,
+        "intra_layer": IntraLayer,
+        "layer_prior": LayerPrior,
+        "expert_prior": ExpertPrior,
+        "expert_importance": ExpertImportance,
+        "smoothing": Smoothing,
+        "strategy": AlignmentStrategy,
+        "rule": RemainderRule,
+    }
+    assert {option: get_args(literal) for option, literal in types.items()} == CHOICES

@@ -1,0 +1,114 @@
+"""The script as a user runs it: a process of its own, its exit status, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# as where vLLM is installed and the toolkit is not
+BLOCKED = ("llmcompressor", "compressed_tensors", "transformers", "accelerate", "matplotlib", "jinja2", "tabulate")
+SERVING = f"""
+import sys
+sys.modules.update(dict.fromkeys({BLOCKED!r}))
+from moe_coverage_plugin.cli import main
+sys.exit(main())
+"""
+
+
+def serving(*arguments: object, program: str = SERVING, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["inspect"], ["pareto"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    done = serving(*command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: moe-coverage")
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+    assert done.stderr == ""
+
+
+def test_help_ends_before_torch_is_imported() -> None:
+    program = SERVING.replace(
+        "sys.exit(main())", "import atexit; atexit.register(lambda: print(*sys.modules)); main()"
+    )
+    modules = set(serving("plan", "--help", program=program).stdout.split())
+    assert "argparse" in modules
+    assert not modules & {"torch", "numpy", "safetensors"}
+
+
+def test_inspects_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
+    done = serving("inspect", pruned)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == script("inspect", pruned).out
+
+
+def test_plans_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
+    arguments = ("plan", pruned / "moe_coverage_scores.bin", "--sparsity", 0.5)
+    done = serving(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == script(*arguments).out
+
+
+def test_ends_quietly_when_nobody_reads(pruned: Path) -> None:
+    command = [sys.executable, "-c", SERVING, "inspect", str(pruned)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_says_what_draws_and_is_missing(pruned: Path, tmp_path: Path) -> None:
+    done = serving("inspect", pruned, "--pictures", tmp_path)
+    assert done.returncode == 2
+    assert 'is not installed here: pip install "moe-coverage-plugin[compress]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
+    for arguments in (["inspect", "absent"], ["plan", "absent", "--sparsity", "0.5"]):
+        done = serving(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("moe-coverage: ")
+        assert "absent" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_runs_beside_the_toolkit(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moe_coverage_plugin.cli", "inspect", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("moe-coverage: ")]
+    assert "config.json cannot be read" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["plan", "a", "--sparsity", "x"], ["prune"], ["inspect"]])
+def test_a_wrong_command_line_shows_the_usage(script: Any, arguments: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        script(*arguments)
+    assert caught.value.code == 2
+    assert "usage: moe-coverage" in capsys.readouterr().err
+
+
+def test_draws_results(script: Any, refusal: Any, tmp_path: Path) -> None:
+    rows = [
+        {"name": "a", "method": "fisher", "bytes": 7_000_000, "loss": 2.0},
+        {"name": "b", "method": "REAP", "bytes": 6_000_000, "loss": 2.4},
+    ]
+    results = tmp_path / "results.jsonl"
+    results.write_text("\n".join(map(json.dumps, rows)))
+    for name, magic in (("pareto.png", b"\x89PNG"), ("pareto.html", b"<")):
+        assert script("pareto", results, "--output", tmp_path / name).status == 0
+        assert (tmp_path / name).read_bytes().startswith(magic)
+    results.write_text("{")
+    assert "line 1" in refusal("pareto", results, "--output", tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()

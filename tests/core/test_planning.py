@@ -1,0 +1,102 @@
+"""One level over the whole model, and which importance a plan weighs by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_coverage_plugin.core.coverage import solve_coverage
+from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.manifest import CoverageError
+
+L, E, I = 3, 4, 6  # noqa: E741 - the axis letters
+
+
+def scores_of(seed: int, **fields) -> AttributionScores:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, dtype=torch.float64, generator=generator)
+
+    return AttributionScores(
+        names=[f"model.layers.{layer}.mlp.experts" for layer in range(L)],
+        top_k=[2] * L,
+        channel_metric="fisher",
+        channels_LEI=rand(L, E, I) ** 4,
+        first_order_LE=rand(L, E),
+        second_order_LE=rand(L, E),
+        tokens_LE=torch.randint(0, 50, (L, E), generator=generator),
+        gate_sum_LE=rand(L, E),
+        **fields,
+    )
+
+
+@given(st.integers(0, 1000), st.floats(0, 0.99))
+def test_global_top_channels_keep_the_best_channels_of_the_model(seed: int, sparsity: float):
+    scores = scores_of(seed)
+    plan = plan_widths(scores, sparsity, CoverageStrategy(scope="global", intra_layer="topk_channel"))
+    budget = int(plan.widths_LE.sum())
+    best = scores.channels_LEI.flatten().sort(descending=True).values[:budget]
+    kept = scores.channels_LEI.sort(-1, descending=True).values
+    inside = torch.arange(I) < plan.widths_LE[..., None]
+    assert torch.equal(kept[inside].sort(descending=True).values, best)
+
+
+@given(st.integers(0, 1000), st.floats(0, 0.99))
+def test_global_coverage_is_coverage_of_one_layer_of_all_experts(seed: int, sparsity: float):
+    scores = scores_of(seed)
+    strategy = CoverageStrategy(scope="global", expert_importance="second_order", smoothing="none")
+    plan = plan_widths(scores, sparsity, strategy)
+    budget = int(plan.widths_LE.sum())
+    flat_D = solve_coverage(scores.channels_LEI.flatten(0, 1), scores.second_order_LE.flatten(), budget)
+    assert torch.equal(plan.widths_LE.flatten(), flat_D)
+
+
+def test_global_scope_does_not_ask_for_the_loss_of_layers():
+    strategy = CoverageStrategy(scope="global")
+    assert not strategy.uses_layer_loss
+    assert int(plan_widths(scores_of(0), 0.5, strategy).widths_LE.sum()) == L * E * I // 2
+    assert replace(strategy, scope="layers").uses_layer_loss
+
+
+@pytest.mark.parametrize("importance", ["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"])
+def test_expert_importance_is_the_one_asked_for(importance: str):
+    field = f"{importance}_LE"
+    measured = {field: torch.rand(L, E, dtype=torch.float64)}
+    plan = plan_widths(
+        replace(scores_of(0), **measured),
+        0.5,
+        CoverageStrategy(scope="global", expert_importance=importance, smoothing="none"),
+    )
+    assert torch.equal(plan.expert_prior_LE, measured[field])
+
+
+def test_signed_importance_below_zero_counts_as_zero():
+    signed_LE = torch.linspace(-1, 1, L * E, dtype=torch.float64).reshape(L, E)
+    strategy = CoverageStrategy(scope="global", expert_importance="nll_signed", smoothing="none")
+    plan = plan_widths(scores_of(0, nll_signed_LE=signed_LE), 0.75, strategy)
+    assert not plan.widths_LE[signed_LE < 0].any()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (CoverageStrategy(expert_importance="nll_squared", layer_prior="uniform"), "do not hold nll_squared"),
+        (CoverageStrategy(), "do not hold the loss of fading layers"),
+    ],
+)
+def test_importance_that_was_not_measured_is_refused(strategy: CoverageStrategy, words: str):
+    with pytest.raises(CoverageError, match=words):
+        plan_widths(scores_of(0), 0.5, strategy)
+
+
+def test_refusal_names_the_layer_under_global_scope():
+    scores = scores_of(0)
+    scores.channels_LEI[2, 1, 3] = float("nan")
+    with pytest.raises(CoverageError, match="layer 2 expert 1"):
+        plan_widths(scores, 0.5, CoverageStrategy(scope="global", intra_layer="topk_channel"))
