@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         AttributionModifier,
         ChannelPruningModifier,
         CoverageModifier,
+        recommended_recipe,
     )
     from moe_coverage_plugin.surgery.loading import load
 
@@ -30,6 +31,7 @@ __all__ = [
     "Manifest",
     "load",
     "recipe_path",
+    "recommended_recipe",
 ]
 
 register_modifiers()

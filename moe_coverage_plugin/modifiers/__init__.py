@@ -6,8 +6,15 @@ from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.recommended import recommended_recipe
 
-__all__ = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]
+__all__ = [
+    "AlignmentModifier",
+    "AttributionModifier",
+    "ChannelPruningModifier",
+    "CoverageModifier",
+    "recommended_recipe",
+]
 
-for _name in __all__:
-    ModifierFactory.register(_name, globals()[_name])
+for _modifier in (AttributionModifier, CoverageModifier, AlignmentModifier, ChannelPruningModifier):
+    ModifierFactory.register(_modifier.__name__, _modifier)

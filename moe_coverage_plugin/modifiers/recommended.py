@@ -1,0 +1,55 @@
+"""The recommended recipe for those who prefer Python to YAML."""
+
+from __future__ import annotations
+
+import math
+
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
+from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
+from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+
+# routing stays in full precision: the head, and gates of shared experts where a model has them
+NEVER_QUANTIZED = ["lm_head", "re:.*shared_expert_gate$"]
+
+
+def recommended_recipe(
+    sparsity: float, block_size: int = 128, reconstruct: bool = True, scheme: str | None = "W4A16"
+) -> list[Modifier]:
+    """What ``recipes/fisher_*.yaml`` say, for ``oneshot(recipe=...)``.
+
+    Args:
+        sparsity: fraction of the expert channels to remove, in [0, 1).
+        block_size: every width is a multiple of it.
+        reconstruct: fit what stays of every expert to what the whole one answered.
+        scheme: name of a preset of compressed-tensors; ``None``: no quantization. Groups that do not divide the blocks
+            become as small as needed.
+
+    Raises:
+        CoverageError: an unknown scheme. The rest is checked when ``oneshot`` initializes the recipe.
+    """
+    modifiers: list[Modifier] = [
+        AttributionModifier(channel_metric="fisher", layer_noise=None),
+        CoverageModifier(sparsity=sparsity, scope="global", intra_layer="topk_channel"),
+        AlignmentModifier(block_size=block_size, strategy="blocks"),
+        ChannelPruningModifier(reconstruct=reconstruct),
+    ]
+    if scheme is not None:
+        group = {"group_0": _fitting_scheme(scheme, block_size)}
+        modifiers.append(QuantizationModifier(config_groups=group, ignore=NEVER_QUANTIZED))
+    return modifiers
+
+
+def _fitting_scheme(name: str, block_size: int) -> QuantizationScheme:
+    if not is_preset_scheme(name):
+        raise CoverageError(f"scheme {name!r} is none that compressed-tensors knows: W4A16 or W8A16, for instance")
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    if scheme.weights is not None and scheme.weights.group_size is not None and scheme.weights.group_size > 0:
+        scheme.weights.group_size = math.gcd(scheme.weights.group_size, block_size)
+    return scheme

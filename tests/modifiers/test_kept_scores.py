@@ -1,0 +1,142 @@
+"""Scores that are kept and fed back: the same plan without the data, and refusals of scores that do not belong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import BLOCK, W4_GROUP_64, compress, logits, open_linear, pruning, refusal, save_tiny, widths
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
+from moe_coverage_plugin.core.score_file import load_scores
+
+BESIDE_CHECKPOINT = "moe_coverage_scores.bin"
+
+
+def fed_back(path: Path, sparsity: float = 0.25, **attribution) -> list:
+    return [AttributionModifier(scores=str(path), **attribution), *pruning(sparsity)[1:]]
+
+
+@pytest.fixture(scope="module")
+def kept(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A score file of the tiny model, with scores from gradients."""
+    path = tmp_path_factory.mktemp("kept") / "scores.bin"
+    compress(source, [AttributionModifier(channel_metric="fisher", save_scores=str(path))])
+    return path
+
+
+def test_fed_back_scores_give_the_same_model_without_data(source: Path, tmp_path: Path):
+    path = tmp_path / "scores.bin"
+    recipe = [AttributionModifier(save_scores=str(path)), *pruning()[1:]]
+    measured = compress(source, recipe, output_dir=str(tmp_path / "measured"))
+    again = compress(source, fed_back(path), dataset=None, output_dir=str(tmp_path / "again"))
+    assert widths(again) == widths(measured)
+    assert torch.equal(logits(again), logits(measured))
+    kept, provenance = load_scores(path)
+    for folder in ("measured", "again"):
+        beside, measured_on = load_scores(tmp_path / folder / BESIDE_CHECKPOINT)
+        assert measured_on == provenance
+        assert torch.equal(beside.channels_LEI, kept.channels_LEI)
+
+
+def test_scores_beside_a_checkpoint_serve_another_sparsity_and_quantizer(source: Path, tmp_path: Path):
+    compress(source, pruning(0.25), output_dir=str(tmp_path / "out"))
+    path = tmp_path / "out" / BESIDE_CHECKPOINT
+    recipe = [*fed_back(path, 0.5), QuantizationModifier(**W4_GROUP_64)]
+    again = compress(source, recipe, dataset=None)
+    direct = compress(source, [*pruning(0.5), QuantizationModifier(**W4_GROUP_64)])
+    assert torch.equal(logits(again), logits(direct))
+
+
+def test_provenance_is_of_the_run_that_measured(source: Path, kept: Path, tmp_path: Path):
+    compress(source, fed_back(kept), dataset=None, output_dir=str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    provenance = config["quantization_config"]["moe_coverage"]["provenance"]
+    _, measured = load_scores(kept)
+    assert provenance["calibration_sha256"] == measured["calibration_sha256"]
+    assert provenance["attribution"]["channel_metric"] == "fisher"
+    assert provenance["model"] == str(source)
+    assert {"torch_seed", "versions", "recipe", "routers_sha256", "calibration_batches"} <= provenance.keys()
+
+
+def test_vllm_would_not_load_the_scores_as_weights(source: Path, tmp_path: Path):
+    compress(source, pruning(), output_dir=str(tmp_path / "out"))
+    assert {file.name for file in (tmp_path / "out").glob("*.safetensors")} == {"model.safetensors"}
+
+
+def test_scores_of_another_model_of_the_same_shape(source: Path, kept: Path, tmp_path: Path):
+    model = open_linear(source)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[0, 0] += 1
+    message = refusal(model, fed_back(kept), tmp_path / "out")
+    assert "measured on another model" in message
+    assert str(kept) in message
+
+
+def test_16_bit_and_32_bit_copies_of_a_model_share_scores(source: Path, kept: Path, tmp_path: Path):
+    low = open_linear(source).to(torch.bfloat16)
+    low.save_pretrained(tmp_path / "low")
+    assert compress(low, fed_back(kept), dataset=None) is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"num_hidden_layers": 3}, "scores other expert blocks"),
+        ({"moe_intermediate_size": 128}, "the model has"),
+        ({"num_experts": 4}, "the model has"),
+    ],
+)
+def test_scores_of_another_shape(tmp_path: Path, kept: Path, shape: dict, words: str):
+    other = save_tiny(tmp_path / "other", **shape)
+    assert words in refusal(other, fed_back(kept), tmp_path / "out")
+
+
+def test_scores_need_the_same_layers_ignored(pristine, kept: Path, tmp_path: Path):
+    message = refusal(pristine, fed_back(kept, ignore=["model.layers.0"]), tmp_path / "out")
+    assert "ignore the same layers" in message
+
+
+def test_damaged_or_absent_scores(pristine, kept: Path, tmp_path: Path):
+    damaged = tmp_path / "damaged.bin"
+    data = bytearray(kept.read_bytes())
+    data[-9] ^= 1
+    damaged.write_bytes(data)
+    assert "does not match its checksum" in refusal(pristine, fed_back(damaged), tmp_path / "out")
+    assert "there is no score file" in refusal(pristine, fed_back(tmp_path / "absent"), tmp_path / "out")
+    model = shutil.copyfile(Path(pristine.name_or_path) / "model.safetensors", tmp_path / "weights.bin")
+    assert "holds no scores" in refusal(pristine, fed_back(model), tmp_path / "out")
+
+
+def test_a_metric_that_the_file_does_not_hold(pristine, kept: Path, tmp_path: Path):
+    message = refusal(pristine, fed_back(kept, channel_metric="activation"), tmp_path / "out")
+    assert "holds fisher scores and the recipe asks for activation" in message
+
+
+def test_an_importance_that_the_file_does_not_hold(pristine, source: Path, tmp_path: Path):
+    path = tmp_path / "plain.bin"
+    compress(source, [AttributionModifier(layer_noise=None, save_scores=str(path))])
+    message = refusal(pristine, fed_back(path, expert_importance="nll_squared"), tmp_path / "out")
+    assert "do not hold nll_squared" in message
+    recipe = [AttributionModifier(scores=str(path)), CoverageModifier(sparsity=0.25), ChannelPruningModifier()]
+    assert "do not hold the loss of fading layers" in refusal(pristine, recipe, tmp_path / "out")
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_measuring(pristine, tmp_path: Path):
+    for path in (tmp_path, tmp_path / "absent" / "scores.bin"):
+        recipe = [AttributionModifier(save_scores=str(path)), *pruning()[1:]]
+        assert "cannot be written" in refusal(pristine, recipe, tmp_path / "out")
+
+
+def test_reconstruction_still_needs_data(pristine, kept: Path, tmp_path: Path):
+    recipe = [
+        AttributionModifier(scores=str(kept)),
+        CoverageModifier(sparsity=0.25, scope="global"),
+        AlignmentModifier(block_size=BLOCK, strategy="blocks"),
+        ChannelPruningModifier(reconstruct=True),
+    ]
+    assert "calibration set is empty" in refusal(pristine, recipe, tmp_path / "out", dataset=None)

@@ -1,0 +1,186 @@
+"""The recommended method end to end: gradients, global blocks, reconstruction; and its pieces by themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from harness import BLOCK, CHANNELS, EXPERTS, LAYERS, TOP_K, compress, logits, open_linear, pruning, refusal, widths
+from tiny import VOCAB, save_model, token_batches
+from torch.nn.functional import mse_loss
+
+from moe_coverage_plugin import (
+    AlignmentModifier,
+    AttributionModifier,
+    ChannelPruningModifier,
+    CoverageError,
+    CoverageModifier,
+    load,
+    recipe_path,
+    recommended_recipe,
+)
+
+W4_MEMBERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+
+
+def global_blocks(sparsity: float = 0.5, reconstruct: bool = False, layout: str = "ragged", **attribution) -> list:
+    return [
+        AttributionModifier(**{"channel_metric": "fisher", "layer_noise": None} | attribution),
+        CoverageModifier(sparsity=sparsity, scope="global", intra_layer="topk_channel"),
+        AlignmentModifier(block_size=BLOCK, strategy="blocks"),
+        ChannelPruningModifier(reconstruct=reconstruct, layout=layout),
+    ]
+
+
+@pytest.mark.parametrize("name", ["fisher_p25_q4", "fisher_p50_q4", "fisher_p50"])
+def test_python_and_yaml_give_the_same_model(tmp_path: Path, name: str):
+    wide = save_model(tmp_path / "model")
+    sparsity = 0.25 if "p25" in name else 0.5
+    recipe = recommended_recipe(sparsity) if name.endswith("q4") else recommended_recipe(sparsity, scheme=None)
+    python = compress(wide, recipe, dataset=token_batches())
+    from_yaml = compress(wide, recipe_path(name), dataset=token_batches())
+    assert widths(python) == widths(from_yaml)
+    assert torch.equal(logits(python), logits(from_yaml))
+
+
+@pytest.mark.parametrize(("block_size", "group_size"), [(128, 128), (64, 64), (96, 32), (256, 128)])
+def test_groups_fit_the_blocks(block_size: int, group_size: int):
+    weights = recommended_recipe(0.25, block_size)[-1].config_groups["group_0"].weights.model_dump()
+    assert weights["group_size"] == group_size
+    assert W4_MEMBERS.items() <= weights.items()
+
+
+def test_unknown_scheme():
+    with pytest.raises(CoverageError, match="scheme 'W5A17' is none"):
+        recommended_recipe(0.25, scheme="W5A17")
+
+
+def test_recommended_fields_stand_in_the_yaml():
+    """What a reader of the file sees is what the function builds."""
+    stage = yaml.safe_load(Path(recipe_path("fisher_p25_q4")).read_text())["prune_stage"]["prune_modifiers"]
+    for modifier in recommended_recipe(0.25)[:-1]:
+        written = stage[type(modifier).__name__]
+        built = modifier.model_dump()
+        assert {name: built[name] for name in written} == written
+
+
+# --- global blocks
+
+
+def test_global_blocks_spend_the_budget_where_it_counts(source: Path):
+    recipe = global_blocks()
+    model = compress(source, recipe)
+    flat = [width for layer in widths(model) for width in layer]
+    assert sum(flat) == LAYERS * EXPERTS * CHANNELS // 2
+    assert all(width % BLOCK == 0 for width in flat)
+    scores_LEI = recipe[0].measured.channels_LEI
+    uniform = torch.full((LAYERS, EXPERTS), CHANNELS // 2)
+    assert kept_score(scores_LEI, torch.tensor(widths(model))) > kept_score(scores_LEI, uniform)
+
+
+def kept_score(scores_LEI: torch.Tensor, widths_LE: torch.Tensor) -> float:
+    inside = torch.arange(CHANNELS) < widths_LE[..., None]
+    return float((scores_LEI.sort(-1, descending=True).values * inside).sum())
+
+
+def test_every_layer_keeps_what_its_router_picks(source: Path):
+    """At high sparsity one layer alone would take all blocks."""
+    model = compress(source, global_blocks(0.85))
+    assert all(sum(width > 0 for width in layer) >= TOP_K for layer in widths(model))
+
+
+@pytest.mark.parametrize("intra_layer", ["coverage", "usage", "router_weight", "uniform"])
+def test_global_scope_with_other_strategies(source: Path, intra_layer: str):
+    recipe = [
+        AttributionModifier(layer_noise=None, expert_importance="second_order"),
+        CoverageModifier(sparsity=0.5, scope="global", intra_layer=intra_layer),
+        ChannelPruningModifier(),
+    ]
+    assert sum(map(sum, widths(compress(source, recipe)))) == LAYERS * EXPERTS * CHANNELS // 2
+
+
+def test_options_that_would_do_nothing_are_refused(pristine, tmp_path: Path):
+    for idle in ({"inter_layer": "uniform"}, {"layer_prior": "uniform"}):
+        coverage = CoverageModifier(sparsity=0.5, scope="global", **idle)
+        attribution, _, *rest = global_blocks()
+        message = refusal(pristine, [attribution, coverage, *rest], tmp_path / "out")
+        assert re.search('scope="global".*would do nothing', message)
+    for idle in ({"min_width": 64}, {"rule": "l-r-s"}):
+        blocks = AlignmentModifier(block_size=BLOCK, strategy="blocks", **idle)
+        message = refusal(pristine, [*global_blocks()[:2], blocks, ChannelPruningModifier()], tmp_path / "out")
+        assert re.search('strategy="blocks".*would do nothing', message)
+
+
+def test_ema_averages_no_gradients(pristine, tmp_path: Path):
+    assert "averages no gradients" in refusal(pristine, global_blocks(ema=0.9), tmp_path / "out")
+
+
+# --- reconstruction
+
+
+@torch.no_grad()
+def hidden_error(model, original, ids: torch.Tensor) -> float:
+    """How far the last hidden states are from those of the unpruned model, on the calibration text."""
+    return float(mse_loss(model.eval().model(ids).last_hidden_state, original.model(ids).last_hidden_state))
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])
+@pytest.mark.parametrize("all_experts", [True, False])
+def test_reconstruction_brings_the_model_closer(source: Path, tmp_path: Path, layout: str, all_experts: bool):
+    # more tokens than channels, or the fit is to noise
+    dataset = token_batches(samples=48, length=48)
+    ids, original = torch.tensor(dataset["input_ids"][:12]), open_linear(source)
+    run = {"dataset": dataset, "moe_calibrate_all_experts": all_experts, "batch_size": 8}
+    cut = compress(source, global_blocks(layout=layout), **run)
+    fitted = compress(source, global_blocks(layout=layout, reconstruct=True), **run, output_dir=str(tmp_path / "out"))
+    assert widths(cut) == widths(fitted)
+    assert hidden_error(fitted, original, ids) < 0.97 * hidden_error(cut, original, ids)
+    assert torch.equal(logits(load(tmp_path / "out")), logits(fitted))
+
+
+def test_reconstruction_changes_down_proj_only(source: Path):
+    cut, fitted = compress(source, global_blocks()), compress(source, global_blocks(reconstruct=True))
+    other = dict(fitted.named_parameters())
+    changed = {name for name, tensor in cut.named_parameters() if not torch.equal(tensor, other[name])}
+    assert changed
+    assert all(".experts." in name and name.endswith("down_proj.weight") for name in changed)
+
+
+def test_padding_takes_no_part_in_reconstruction(source: Path):
+    """Tokens appended as padding must not change the fit."""
+    short = token_batches(samples=8, length=24)
+    filler = [[VOCAB - 1] * 8] * 8
+    longer = {
+        "input_ids": [a + b for a, b in zip(short["input_ids"], filler, strict=True)],
+        "attention_mask": [[1] * 24 + [0] * 8] * 8,
+    }
+    plain = compress(source, global_blocks(reconstruct=True), dataset=short)
+    padded = compress(source, global_blocks(reconstruct=True), dataset=type(short).from_dict(longer))
+    assert widths(plain) == widths(padded)
+    torch.testing.assert_close(logits(padded), logits(plain), rtol=1e-3, atol=1e-3)
+
+
+def test_reconstruction_in_a_shared_pass_is_refused(source: Path, tmp_path: Path):
+    with pytest.raises(CoverageError, match=r'reconstruct=True.*pipeline="independent"'):
+        compress(source, global_blocks(reconstruct=True), pipeline="sequential", output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_reconstruction_of_the_papers_plan(source: Path):
+    recipe = [*pruning(0.5)[:-1], ChannelPruningModifier(reconstruct=True)]
+    assert sum(map(sum, widths(compress(source, recipe)))) <= LAYERS * EXPERTS * CHANNELS // 2
+
+
+# --- pictures
+
+
+def test_a_checkpoint_carries_its_pictures_unless_told_not_to(source: Path, tmp_path: Path):
+    compress(source, pruning(), output_dir=str(tmp_path / "with"))
+    folder = tmp_path / "with" / "moe_coverage_report"
+    assert {file.name for file in folder.iterdir()} == {"index.html", "layers.png", "experts.png", "widths.png"}
+    plain = [*pruning()[:-1], ChannelPruningModifier(pictures=False)]
+    compress(source, plain, output_dir=str(tmp_path / "without"))
+    assert not (tmp_path / "without" / "moe_coverage_report").exists()
