@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 from compressed_tensors.distributed import get_source_rank, is_distributed
 from torch import Tensor
 from torch import distributed as dist
+
+T = TypeVar("T")
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """The values of all ranks in their order, on every rank; without a process group the one there is."""
+    if not is_distributed():
+        return [value]
+    group = _cpu_group()
+    values: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(values, value, group=group)
+    finally:
+        dist.destroy_process_group(group)
+    return values
 
 
 def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -15,8 +32,7 @@ def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if not is_distributed():
         return tensors
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank takes part in the default group"
+    group = _cpu_group()
     try:
         for tensor in tensors.values():
             assert tensor.device == torch.device("cpu"), "ranks exchange statistics over gloo"
@@ -25,3 +41,9 @@ def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     finally:
         dist.destroy_process_group(group)
     return tensors
+
+
+def _cpu_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank takes part in the default group"
+    return group

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.manifest import CoverageError
 
 
@@ -65,8 +67,20 @@ def _fingerprint(input_ids: Tensor) -> bytes:
 
 
 def data_hash(batches: Iterable[Mapping[str, Any]]) -> str:
-    """Hash of a calibration set's token ids, whatever the order of its batches."""
-    return hashlib.sha256(b"".join(sorted(_fingerprint(batch["input_ids"]) for batch in batches))).hexdigest()
+    """Hash of a calibration set's token ids, whatever the order of its samples and the ranks that hold them.
+
+    Raises:
+        CoverageError: two ranks hold the same samples, which would count twice.
+    """
+    samples = sorted(_fingerprint(ids_S) for batch in batches for ids_S in batch["input_ids"])
+    ranks = gather_over_ranks(samples)
+    if len({tuple(samples) for samples in ranks}) < len(ranks):
+        # the toolkit deals the same samples to all ranks that are given the same data set
+        raise CoverageError(
+            f"some of {len(ranks)} ranks calibrate on the same {len(samples)} samples: give each rank a part of its "
+            "own, for instance dataset.shard(world_size, rank)"
+        )
+    return hashlib.sha256(b"".join(sorted(chain.from_iterable(ranks)))).hexdigest()
 
 
 def check_batches(batches: Iterable[Mapping[str, Any]] | None) -> None:

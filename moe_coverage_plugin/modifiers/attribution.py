@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
 from moe_coverage_plugin.calibration.gathering import gather_scores
 from moe_coverage_plugin.calibration.gradients import GradientObserver
@@ -202,7 +203,7 @@ class AttributionModifier(Modifier):
             "model": model.config._name_or_path,
             "routers_sha256": routers_hash(self._blocks),
             "calibration_sha256": data_hash(batches),
-            "calibration_batches": len(batches),
+            "calibration_batches": sum(gather_over_ranks(len(batches))),
             "attribution": self.model_dump(exclude={*Modifier.model_fields, "scores", "save_scores"}),
             **environment(),
         }

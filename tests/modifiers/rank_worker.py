@@ -1,0 +1,51 @@
+"""One data-parallel rank of a real ``oneshot``: started by ``torchrun`` from test_ranks.py, or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from tiny import token_batches
+from torch import distributed as dist
+from transformers import AutoModelForCausalLM
+
+from moe_coverage_plugin import AttributionModifier, recommended_recipe
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+
+
+def main(source: str, output: str, same_data: bool = False) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    linearize_moe(model)
+    recipe = recommended_recipe(0.5, block_size=64, scheme=None)
+    attribution = recipe[0]
+    assert isinstance(attribution, AttributionModifier)
+    rank = dist.get_rank() if ranks > 1 else 0
+    dataset = token_batches(samples=8, length=24, padded=True)
+    if not same_data:
+        dataset = dataset.shard(ranks, rank)
+    oneshot(model=model, dataset=dataset, num_calibration_samples=len(dataset), recipe=recipe)
+    scores = attribution.measured
+    result = {
+        "widths": [block.widths for block in find_expert_blocks(model)],
+        "order": torch.sort(scores.channels_LEI, dim=-1, descending=True, stable=True).indices.tolist(),
+        "tokens": scores.tokens_LE.tolist(),
+        "calibration": attribution.provenance,
+    }
+    Path(output).joinpath(f"rank{rank}of{ranks}.json").write_text(json.dumps(result))
+    torch.save(scores.channels_LEI, Path(output) / f"rank{rank}of{ranks}.pt")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], same_data="--same-data" in sys.argv)
