@@ -1,0 +1,162 @@
+"""Measures settings: a fresh copy of the model, one real run of the toolkit on it, its bytes and its loss."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.allocation.experts import drop_least_used, pick, removed
+from benchmarks.allocation.recipes import Modifiers, quantizer
+from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
+from benchmarks.allocation.tables import TOP_K, Setting
+from benchmarks.allocation.text import Windows
+from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.calibration.next_token import next_token_loss
+from moe_coverage_plugin.core.gradients import NLL_IMPORTANCES
+from moe_coverage_plugin.core.score_file import load_scores
+
+BATCH = 8
+# modifiers of the toolkit that calibrate by themselves; ours read a score file
+CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier")
+# routed tokens are counted in every score file
+USAGE: dict[str, Any] = {"channel_metric": "activation", "layer_noise": None}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of one setting; the fields are those of :class:`benchmarks.allocation.rows.Row`."""
+
+    bytes: int
+    sparse_bytes: int | None
+    loss: float
+    losses: dict[str, float]
+    removed: float
+    removed_experts: int
+
+
+def open_linear(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model as ``oneshot`` prepares it, to be copied for every setting."""
+    # before its experts are linear: those compute where they were made
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device)
+    linearize_moe(model)
+    model.config.use_cache = False
+    return model.eval()
+
+
+@dataclass
+class Bench:
+    """A model and the text that it is measured on.
+
+    Attributes:
+        pristine: on ``device``, experts linear; only its copies are compressed.
+        evaluation: by name.
+        folder: for score files.
+        scoring_seconds: what each score file took.
+    """
+
+    pristine: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    evaluation: dict[str, Windows]
+    device: torch.device
+    folder: Path
+    scoring_seconds: dict[Path, float] = field(default_factory=dict)
+
+    def measure(self, setting: Setting, calibration: Windows, seed: int) -> Measurement:
+        """Compress a copy of the model and measure it.
+
+        Raises:
+            CoverageError: the product refuses the setting; ``ValueError`` where the toolkit does.
+        """
+        torch.manual_seed(seed)
+        model = self.compress(setting, calibration)
+        if setting.top_k is not None:
+            pick(model, TOP_K[setting.top_k])
+        gone, gone_experts = removed(model, self.pristine)
+        wanda = "WandaPruningModifier" in setting.recipe.modifiers
+        sparse_bytes = ideal_sparse_bytes(model) if wanda else None
+        losses = {name: mean_loss(model, windows.ids_WS) for name, windows in self.evaluation.items()}
+        loss = sum(losses.values()) / len(losses)
+        return Measurement(checkpoint_bytes(model), sparse_bytes, loss, losses, gone, gone_experts)
+
+    def score_file(self, setting: Setting, calibration: Windows) -> Path | None:
+        """Scores that a setting needs, measured where no setting before it has; ``None`` where it needs none."""
+        wanted = setting.recipe.modifiers.get("AttributionModifier")
+        if setting.recipe.drop_least_used is not None:
+            wanted = USAGE
+        if wanted is None:
+            return None
+        return self._scores(wanted, calibration)
+
+    def _scores(self, wanted: dict[str, Any], calibration: Windows) -> Path:
+        # importances in closed form are in every file, and a backward pass gives all of its own at once
+        fields = {name: value for name, value in wanted.items() if name != "expert_importance"}
+        if wanted.get("expert_importance") in NLL_IMPORTANCES:
+            fields["expert_importance"] = NLL_IMPORTANCES[0]
+        name = "-".join(map(str, (*fields.values(), calibration.sha256)))
+        path = self.folder / f"{name}.safetensors"
+        if path not in self.scoring_seconds:
+            start = time.perf_counter()
+            self._oneshot(self._copy(), {"AttributionModifier": fields | {"save_scores": str(path)}}, calibration)
+            self.scoring_seconds[path] = time.perf_counter() - start
+        return path
+
+    def compress(self, setting: Setting, calibration: Windows) -> PreTrainedModel:
+        """A pruned and quantized copy of the model; its routers pick as many experts as they were trained to."""
+        model = self._copy()
+        modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits)
+        scores = self.score_file(setting, calibration)
+        if scores is not None and "AttributionModifier" in modifiers:
+            modifiers["AttributionModifier"]["scores"] = str(scores)
+        if setting.recipe.drop_least_used is not None:
+            assert scores is not None
+            tokens_LE = load_scores(scores)[0].tokens_LE
+            drop_least_used(model, tokens_LE, setting.sparsity, setting.recipe.drop_least_used)
+        reconstruct = modifiers.get("ChannelPruningModifier", {}).get("reconstruct", False)
+        calibrates = reconstruct or any(name in modifiers for name in CALIBRATES)
+        if modifiers:
+            self._oneshot(model, modifiers, calibration if calibrates else None)
+        return model
+
+    def _copy(self) -> PreTrainedModel:
+        return copy.deepcopy(self.pristine)
+
+    def _oneshot(self, model: PreTrainedModel, modifiers: Modifiers, calibration: Windows | None) -> None:
+        recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": modifiers}}, sort_keys=False)
+        data: dict[str, Any] = {}
+        if calibration is not None:
+            rows = calibration.ids_WS.tolist()
+            data = {"dataset": Dataset.from_dict({"input_ids": rows}), "num_calibration_samples": len(rows)}
+        # without our modifiers the toolkit would calibrate REAP and Wanda with attention that looks ahead
+        keep_causal_mask(model)
+        oneshot(
+            model=model,
+            tokenizer=self.tokenizer,
+            recipe=recipe,
+            batch_size=BATCH,
+            shuffle_calibration_samples=False,
+            moe_calibrate_all_experts=False,
+            sequential_offload_device=str(self.device),
+            **data,
+        )
+        forget_causal_mask(model)
+
+
+@torch.inference_mode()
+def mean_loss(model: PreTrainedModel, ids_WS: Tensor) -> float:
+    """Mean next-token loss inside the windows, nats."""
+    total, tokens = 0.0, 0
+    for rows in ids_WS.split(BATCH):
+        loss, count = next_token_loss(model, {"input_ids": rows})
+        total, tokens = total + float(loss), tokens + count
+    return total / tokens

@@ -1,0 +1,238 @@
+"""Writes RESULTS.md from measured rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.allocation.equal_bytes import lost_to_other_bits, lost_to_same_bits
+from benchmarks.allocation.rows import Row, read_rows
+from benchmarks.allocation.tables import RECOMMENDED, TITLES, UNPRUNED
+from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.manifest import CoverageError
+
+RESULTS = Path(__file__).parents[1] / "RESULTS.md"
+BEGIN, END = "<!-- tables begin -->", "<!-- tables end -->"
+INTRODUCTION = f"""# What allocating channels by various methods costs
+
+Written by `python -m benchmarks.allocation --render`; every row was one real run of the toolkit on a fresh copy of the
+model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, in 16 bit where
+it is not quantized, whatever it was computed in. Loss is nats per token inside windows, the mean over the texts; rise
+is over the unpruned model.
+
+{BEGIN}
+{END}
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Rows that differ by their seed only."""
+
+    rows: list[Row]
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if row.loss is not None]
+
+    def losses(self, base: float = 0.0) -> list[float]:
+        """Losses over ``base``."""
+        return [row.loss - base for row in self.rows if row.loss is not None]
+
+    @property
+    def megabytes(self) -> str:
+        if not self.measured:
+            return ""
+        dense = _mean(row.bytes for row in self.measured)
+        sparse = [row.sparse_bytes for row in self.measured if row.sparse_bytes is not None]
+        return f"{dense / 1e6:.2f} ({_mean(sparse) / 1e6:.2f})" if sparse else f"{dense / 1e6:.2f}"
+
+
+def write_results(files: Sequence[Path], path: Path) -> None:
+    """Put the tables of the files' rows between the markers of ``path``; what stands around them stays.
+
+    Raises:
+        CoverageError: no rows, rows that cannot stand in one table, or a file without markers.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    if not rows:
+        raise CoverageError(f"{', '.join(map(str, files))} hold no rows: measure first")
+    text = path.read_text(encoding="utf-8") if path.exists() else INTRODUCTION
+    if BEGIN not in text or END not in text:
+        raise CoverageError(f"{path} lacks the lines {BEGIN} and {END}: put them where the tables belong")
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    models = dict.fromkeys(row.model for row in rows)
+    sections = [section([row for row in rows if row.model == model]) for model in models]
+    write_atomically(path, "\n\n".join([before + BEGIN, *sections, END + after]).encode())
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Head and tables of one model."""
+    base = _base(rows)
+    parts = [f"## {rows[0].model}", _head(rows, base)]
+    for key, (title, note) in TITLES.items():
+        entries = _entries([row for row in rows if row.table == key])
+        if not entries or key == UNPRUNED:
+            continue
+        match key:
+            case "strategies":
+                body = _strategies(entries, base)
+            case "sweep":
+                body = _sweep(entries, base)
+            case _:
+                body = _table(entries, base)
+        parts += [f"### {title}", *([note] if note else []), body, *_refusals(entries)]
+    return "\n\n".join(parts)
+
+
+def _base(rows: Sequence[Row]) -> float:
+    if len({(row.evaluation_sha256, row.dtype) for row in rows}) > 1:
+        raise CoverageError(
+            f"rows of {rows[0].model!r} were measured on several evaluation texts or in several dtypes: their losses "
+            "cannot be compared, so give the models different names"
+        )
+    found = [row.loss for row in rows if row.table == UNPRUNED and row.loss is not None]
+    if not found:
+        raise CoverageError(f"no row holds the loss of {rows[0].model!r} unpruned: measure it")
+    return found[0]
+
+
+def _head(rows: Sequence[Row], base: float) -> str:
+    first = next(row for row in rows if row.table == UNPRUNED)
+    each = ", ".join(f"{name} {loss:.4f}" for name, loss in (first.losses or {}).items())
+    calibration = _unique(row.calibration.rpartition(", seed")[0] for row in rows if row.table != "corpora")
+    seeds = sorted({row.seed for row in rows})
+    lines = [
+        f"Unpruned: {first.bytes / 1e6 if first.bytes else 0:.2f} MB, loss {base:.4f} ({each}).",
+        f"Calibrated on {'; '.join(calibration)}; drawn with seeds {', '.join(map(str, seeds))} where a table "
+        f"repeats, else with {seeds[0]}.",
+        f"Measured on {'; '.join(_unique(row.evaluation for row in rows))}; in {first.dtype}.",
+        f"Machine: {'; '.join(_unique(row.device for row in rows))}.",
+        f"Versions: {'; '.join(_unique(_versions(row) for row in rows))}.",
+        *(f"Command: `{command}`" for command in _unique(row.command for row in rows)),
+        f"{len(rows)} rows, {sum(row.seconds for row in rows) / 60:.0f} minutes without scoring.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _versions(row: Row) -> str:
+    return ", ".join(f"{package} {version}" for package, version in row.versions.items())
+
+
+def _entries(rows: Iterable[Row]) -> list[Entry]:
+    groups: dict[tuple[str, float, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.name, row.sparsity, row.bits), []).append(row)
+    entries = [Entry(group) for group in groups.values()]
+    return sorted(entries, key=lambda entry: (-entry.first.bits, entry.first.sparsity))
+
+
+def _table(entries: Sequence[Entry], base: float) -> str:
+    cells = [
+        (
+            entry.first.name,
+            _percent(entry.first.sparsity),
+            str(entry.first.bits),
+            entry.megabytes,
+            _spread(entry.losses(), ".4f") or "refused",
+            _spread(entry.losses(base), "+.4f"),
+        )
+        for entry in entries
+    ]
+    return _markdown(cells, ("name", "sparsity", "bits", "MB", "loss", "rise"))
+
+
+def _strategies(entries: Sequence[Entry], base: float) -> str:
+    parts: list[str] = []
+    for sparsity in sorted({entry.first.sparsity for entry in entries}):
+        chosen = {tuple(e.first.name.split(" / ")): e for e in entries if e.first.sparsity == sparsity}
+        outer, inner = _unique(name[0] for name in chosen), _unique(name[1] for name in chosen)
+        cells = [(row, *(_rise(chosen.get((row, column)), base) for column in inner)) for row in outer]
+        sizes = _unique(entry.megabytes for entry in chosen.values() if entry.measured)
+        parts.append(f"{_percent(sparsity)}, {' to '.join(dict.fromkeys((min(sizes), max(sizes))))} MB:")
+        parts.append(_markdown(cells, ("", *inner)))
+    return "\n\n".join(parts)
+
+
+def _sweep(entries: Sequence[Entry], base: float) -> str:
+    parts = ["Rise of the loss, and MB in brackets; for Wanda those of an ideal sparse file."]
+    sparsities = sorted({entry.first.sparsity for entry in entries} - {0.0})
+    for bits in sorted({entry.first.bits for entry in entries}, reverse=True):
+        chosen = {(e.first.name, e.first.sparsity): e for e in entries if e.first.bits == bits}
+        methods = [name for name in _unique(name for name, _ in chosen) if name != UNPRUNED]
+        cells = [(name, *(_sized(chosen.get((name, p)), base) for p in sparsities)) for name in methods]
+        parts.append(f"{bits} bits; all channels: {_sized(chosen.get((UNPRUNED, 0.0)), base)}")
+        parts.append(_markdown(cells, ("", *map(_percent, sparsities))))
+    rows = [row for entry in entries for row in entry.measured]
+    for recommended in RECOMMENDED:
+        parts.append(
+            f"**Where `{recommended}` is not at or below every baseline of as many bits at equal bytes** (its loss "
+            "between two measured sizes on the straight line between them, which a convex curve stays below):"
+        )
+        parts.append(_list(lost_to_same_bits(rows, recommended)))
+        parts.append(f"Rows of `{recommended}` that another number of bits makes smaller and better:")
+        parts.append(_list(lost_to_other_bits(rows, recommended)))
+    return "\n\n".join(parts)
+
+
+def _refusals(entries: Sequence[Entry]) -> list[str]:
+    refused = [row for entry in entries for row in entry.rows if row.refusal is not None]
+    if not refused:
+        return []
+    label = {id(row): f"{row.name}, {_percent(row.sparsity)}, {row.bits} bits, seed {row.seed}" for row in refused}
+    by_words: dict[str, list[str]] = {}
+    for row in refused:
+        by_words.setdefault(str(row.refusal), []).append(label[id(row)])
+    return ["Refused:", _list(f"{'; '.join(names)}: {words}" for words, names in by_words.items())]
+
+
+def _rise(entry: Entry | None, base: float) -> str:
+    if entry is None:
+        return ""
+    return _spread(entry.losses(base), "+.4f") or "refused"
+
+
+def _sized(entry: Entry | None, base: float) -> str:
+    if entry is None or not entry.measured:
+        return _rise(entry, base)
+    row = entry.measured[0]
+    size = row.sparse_bytes or row.bytes or 0
+    return f"{_rise(entry, base)} ({size / 1e6:.2f})"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Mean, and the standard deviation of a sample where there are several."""
+    if not values:
+        return ""
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.4f}"
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines) or "- nowhere"
+
+
+def _markdown(cells: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    aligned = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.0%}".replace("%", " %")
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return statistics.mean(value for value in values if value is not None)
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))

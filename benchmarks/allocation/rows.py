@@ -1,0 +1,121 @@
+"""Measured rows: what one holds, and the files of JSON lines that keep them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
+IDENTITY = ("model", "table", "name", "sparsity", "bits", "seed", "calibration_sha256", "evaluation_sha256", "dtype")
+OF_THE_RUN = ("--share", "--results")
+FIGURES = ("bytes", "sparse_bytes", "loss", "losses", "refusal", "removed", "removed_experts")
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, measured or refused.
+
+    Attributes:
+        bytes: payload of the checkpoint, ``None`` where refused.
+        sparse_bytes: the same if zeroed expert weights cost one bit each; only for unstructured pruning.
+        loss: mean over the evaluation texts of the mean next-token loss, nats; ``None`` where refused.
+        losses: by evaluation text.
+        refusal: why there is no loss, in the words of the product or of the toolkit.
+        removed: fraction of the expert channels that is gone.
+        removed_experts: experts that are gone whole.
+        recipe: fields of :class:`benchmarks.allocation.recipes.Recipe`.
+        seconds: compressing and measuring; ``scoring_seconds``: measuring the scores, once for all rows that use them.
+    """
+
+    model: str
+    table: str
+    name: str
+    method: str
+    sparsity: float
+    bits: int
+    seed: int
+    bytes: int | None
+    sparse_bytes: int | None
+    loss: float | None
+    losses: dict[str, float] | None
+    refusal: str | None
+    removed: float | None
+    removed_experts: int | None
+    recipe: dict[str, Any]
+    calibration: str
+    calibration_sha256: str
+    evaluation: str
+    evaluation_sha256: str
+    command: str
+    device: str
+    dtype: str
+    versions: dict[str, str]
+    seconds: float
+    scoring_seconds: float
+
+    @property
+    def key(self) -> Key:
+        """Rows of equal key are the same measurement."""
+        return key(vars(self))
+
+
+def key(about: Mapping[str, Any]) -> Key:
+    """What tells a row from all others, known before it is measured."""
+    return tuple(about[name] for name in IDENTITY)
+
+
+def refusals(path: Path) -> Path:
+    """The file beside ``path`` for refused rows: readers of results want a size and a loss in every line."""
+    return path.with_suffix(".refused.jsonl")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a file and of the refusals beside it, none where there is no file."""
+    files = [file for file in (path, refusals(path)) if file.exists()]
+    return [Row(**json.loads(line)) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def resume(path: Path) -> list[Row]:
+    """Rows measured so far; a line that a killed run left unfinished is taken away."""
+    for file in (path, refusals(path)):
+        if file.exists():
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+    return read_rows(path)
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Add a row as one line, to the refusals where it is one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = path if row.refusal is None else refusals(path)
+    with target.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line without what says who measured which row and where it was written.
+
+    Files outside the working directory by name only, their place means nothing elsewhere.
+    """
+    about_the_run = [index + offset for index, each in enumerate(arguments) if each in OF_THE_RUN for offset in (0, 1)]
+    kept = [each for index, each in enumerate(arguments) if index not in about_the_run]
+    return shlex.join(["python", "-m", "benchmarks.allocation", *map(_portable, kept)])
+
+
+def _portable(argument: str) -> str:
+    name, separator, path = argument.rpartition("=")
+    if "/" not in path:
+        return argument
+    place, here = Path(path).resolve(), Path.cwd()
+    return f"{name}{separator}{place.relative_to(here) if place.is_relative_to(here) else place.name}"

@@ -1,0 +1,156 @@
+"""A whole comparison: which rows are still to be measured, and what is written down of each."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.allocation import rows, tables, text
+from benchmarks.allocation.bench import Bench, open_linear
+from benchmarks.allocation.tables import Setting
+from benchmarks.allocation.text import Source, Windows
+from benchmarks.plan import processor
+from moe_coverage_plugin.manifest import CoverageError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asks for.
+
+    Attributes:
+        name: of the model in tables.
+        seeds: tables that repeat calibration take them all, the others the first.
+        tables: regular expression over their keys; the unpruned model is always measured.
+        share: first row and step, for several processes that share a comparison.
+    """
+
+    name: str
+    model: Path
+    calibration: Sequence[Source]
+    evaluation: Sequence[Source]
+    calibration_windows: int
+    windows: int
+    seeds: Sequence[int]
+    dtype: str
+    tables: str
+    share: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A setting with the seed that its calibration windows were drawn by, and what its row says besides figures."""
+
+    setting: Setting
+    seed: int
+    calibration: Windows
+    about: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        setting = self.setting
+        return f"{setting.table} | {setting.name} | {setting.sparsity:.0%} | {setting.bits} bits | seed {self.seed}"
+
+
+def run(plan: Plan, device: torch.device, results: Path) -> None:
+    """Measure what the results file does not hold yet.
+
+    Raises:
+        CoverageError: text that is too short, or a device that the toolkit would not use.
+    """
+    if device.type == "cpu" and torch.accelerator.is_available():
+        raise CoverageError("the toolkit calibrates on the accelerator it sees: hide it to measure on the CPU")
+    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    evaluation = text.evaluation_windows(plan.evaluation, plan.calibration, tokenizer, plan.windows)
+    common = {
+        "model": plan.name,
+        "evaluation": "; ".join(windows.description for windows in evaluation.values()),
+        "evaluation_sha256": _joint_hash(evaluation.values()),
+        "command": rows.command(sys.argv[1:]),
+        "device": _device_name(device),
+        "dtype": plan.dtype,
+        "versions": rows.versions(),
+    }
+    first, step = plan.share
+    jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common)[first::step]
+    known = {row.key for row in rows.resume(results)}
+    todo = [job for job in jobs if rows.key(job.about) not in known]
+    print(f"{len(jobs)} rows, {len(jobs) - len(todo)} of them in {results} already", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        pristine = open_linear(plan.model, getattr(torch, plan.dtype), device)
+        bench = Bench(pristine, tokenizer, evaluation, device, Path(folder))
+        for number, job in enumerate(todo, 1):
+            row = measured_row(bench, job)
+            rows.append_row(results, row)
+            found = f"refused: {row.refusal}" if row.loss is None else f"loss {row.loss:.4f}"
+            print(f"{number}/{len(todo)} {job.label} | {found} | {row.seconds:.1f} s", flush=True)
+
+
+def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, Any]) -> list[Job]:
+    """Every row of the chosen tables.
+
+    Args:
+        pools: windows of every calibration text.
+        common: what all rows say of model, evaluation and machine.
+    """
+    jobs: list[Job] = []
+    drawn: dict[tuple[str, int], Windows] = {}
+    for setting in tables.settings(list(pools)):
+        if setting.table != tables.UNPRUNED and not re.search(plan.tables, setting.table):
+            continue
+        for seed in plan.seeds if setting.repeated else plan.seeds[:1]:
+            if (setting.corpus, seed) not in drawn:
+                drawn[setting.corpus, seed] = text.draw(pools, setting.corpus, plan.calibration_windows, seed)
+            calibration = drawn[setting.corpus, seed]
+            own = {
+                "table": setting.table,
+                "name": setting.name,
+                "method": setting.method,
+                "sparsity": setting.sparsity,
+                "bits": setting.bits,
+                "seed": seed,
+                "recipe": asdict(setting.recipe),
+                "calibration": calibration.description,
+                "calibration_sha256": calibration.sha256,
+            }
+            jobs.append(Job(setting, seed, calibration, {**common, **own}))
+    return jobs
+
+
+def measured_row(bench: Bench, job: Job) -> rows.Row:
+    """Measure one row; a refusal is one, too."""
+    start = time.perf_counter()
+    figures: dict[str, Any] = dict.fromkeys(rows.FIGURES)
+    scoring = 0.0
+    try:
+        if (scores := bench.score_file(job.setting, job.calibration)) is not None:
+            scoring = bench.scoring_seconds[scores]
+        start = time.perf_counter()
+        figures |= asdict(bench.measure(job.setting, job.calibration, job.seed))
+    except CoverageError as error:
+        figures["refusal"] = str(error)
+    except ValueError as error:  # what the toolkit's own modifiers raise
+        if "REAPPruningModifier" not in job.setting.recipe.modifiers:
+            raise
+        figures["refusal"] = str(error)
+    return rows.Row(**job.about, **figures, seconds=time.perf_counter() - start, scoring_seconds=scoring)
+
+
+def _joint_hash(windows: Iterable[Windows]) -> str:
+    return hashlib.sha256("".join(each.sha256 for each in windows).encode()).hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()} ({platform.machine()}), {torch.get_num_threads()} threads"

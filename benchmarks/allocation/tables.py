@@ -1,0 +1,231 @@
+"""The comparison as lists of settings: what stands in which table. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.allocation import recipes
+from benchmarks.allocation.recipes import BLOCK, BLOCKS, HAMILTON, Recipe, channels
+
+ALL_CORPORA = "all"
+UNPRUNED = "unpruned"
+RECOMMENDED = ("recommended", "recommended + reconstruct")
+SPARSITIES = (0.25, 0.5)
+SWEEP_SPARSITIES = (0.15, 0.25, 0.35, 0.45, 0.5, 0.75)
+SWEEP_BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row before it is measured.
+
+    Attributes:
+        name: label of the row; with sparsity and bits unique in its table.
+        method: rows of one method form a curve over bytes.
+        sparsity: fraction to remove, of expert channels, or of what the method removes instead.
+        corpus: calibration text by name; ``all``: equal parts of every corpus.
+        top_k: key of :data:`TOP_K`; ``None`` leaves the routers as they are.
+        repeated: measured once for every seed, each with calibration windows of its own.
+    """
+
+    table: str
+    name: str
+    method: str
+    sparsity: float
+    recipe: Recipe
+    bits: int = 16
+    corpus: str = ALL_CORPORA
+    top_k: str | None = None
+    repeated: bool = False
+
+
+# experts that a router picks, by how many the model was trained with
+TOP_K: dict[str, Callable[[int], int]] = {
+    "1": lambda _k: 1,
+    "K/2": lambda k: max(1, k // 2),
+    "K-1": lambda k: max(1, k - 1),
+    "K": lambda k: k,
+    "K+1": lambda k: k + 1,
+    "K+2": lambda k: k + 2,
+    "2K": lambda k: 2 * k,
+}
+
+METHODS: dict[str, Callable[[float], Recipe]] = {
+    "uniform width": lambda p: channels(p, recipes.UNIFORM, HAMILTON),
+    "paper": lambda p: channels(p, recipes.PAPER, HAMILTON),
+    "paper, noise 0.1": lambda p: channels(p, recipes.PAPER, HAMILTON, noise=0.1),
+    "paper inside layers": lambda p: channels(p, recipes.INSIDE_LAYERS, HAMILTON),
+    "inside layers, exact ALA": lambda p: channels(p, recipes.INSIDE_LAYERS, HAMILTON, importance="second_order"),
+    "one level, exact ALA": lambda p: channels(p, recipes.ONE_LEVEL, HAMILTON, importance="second_order"),
+    "recommended": lambda p: recipes.recommended(p),
+    "recommended + reconstruct": lambda p: recipes.recommended(p, reconstruct=True),
+    "REAP": recipes.reap,
+    "least used experts of a layer": lambda _p: Recipe(drop_least_used="layer"),
+    "least used experts of the model": lambda _p: Recipe(drop_least_used="model"),
+    "Wanda": recipes.wanda,
+}
+SWEEP_METHODS = [name for name in METHODS if name not in ("paper, noise 0.1", "paper inside layers")]
+
+TITLES = {
+    "unpruned": ("The unpruned model", ""),
+    "main": (
+        "Methods at equal bytes",
+        f"Channels in blocks of {BLOCK}. Mean and standard deviation over seeds, each with calibration windows of its "
+        "own. Whole experts come in whole numbers, so their bytes can lie a little above. Wanda only zeroes weights: "
+        "its bytes are those of a dense file, in brackets those of an ideal sparse one (weights that are left, and a "
+        "mask of one bit), which no engine serves.",
+    ),
+    "strategies": (
+        "Strategies between and inside layers",
+        "Rise of the loss. Rows: budgets of layers, or one budget for all experts of the model (global). Columns: "
+        "widths inside a layer, or coverage with each prior. Channels by activation, exact widths, one seed.",
+    ),
+    "metrics": ("Channel metrics", "Exact widths, one seed."),
+    "smoothing": ("Smoothing of importance", "Channels by activation, first order, exact widths, one seed."),
+    "order": (
+        "Expert importance: first against second order",
+        "Both in closed form, beside the end-to-end importances of a backward pass. Channels by activation, square "
+        "root, exact widths, one seed.",
+    ),
+    "alignment": (
+        "Alignment to blocks",
+        "Remainders by channels (l-r-c) or by removed score (l-r-s), best blocks, and exact widths. What no block can "
+        "use stays unspent, so bytes differ a little. One seed.",
+    ),
+    "min_width": (
+        "Minimum width",
+        f"Narrower experts are removed whole before widths are rounded to blocks of {BLOCK} (l-r-c). One seed.",
+    ),
+    "sweep": ("Sparsity and bits", f"Weights rounded to nearest, symmetric, in groups of {BLOCK}. One seed."),
+    "corpora": (
+        "Calibration corpora",
+        "Every corpus alone, with as many windows; all in equal parts stand in the first table. Mean and standard "
+        "deviation over seeds.",
+    ),
+    "topk": (
+        "Experts picked for a token",
+        "Routers of the unpruned model, and of the recommended one at 25 %, pick fewer or more experts than they were "
+        "trained to (K). One seed.",
+    ),
+}
+
+
+def settings(corpora: Sequence[str]) -> list[Setting]:
+    """All rows of the comparison, in order.
+
+    Args:
+        corpora: names of the calibration texts.
+    """
+    rows = [Setting("unpruned", UNPRUNED, UNPRUNED, 0.0, Recipe()), *_main(), *_strategies(), *_metrics()]
+    rows += [*_smoothing(), *_order(), *_alignment(), *_min_width(), *_sweep(), *_corpora(corpora), *_topk()]
+    return rows
+
+
+def _main() -> Iterator[Setting]:
+    for sparsity in SPARSITIES:
+        for name, recipe in METHODS.items():
+            yield Setting("main", name, name, sparsity, recipe(sparsity), repeated=True)
+
+
+def _strategies() -> Iterator[Setting]:
+    plain = ("uniform", "loss", "router_weight", "usage", "topk_channel")
+    inside = {strategy: {"intra_layer": strategy} for strategy in plain}
+    for prior in ("uniform", "usage", "router_weight", "loss", "attribution"):
+        inside[f"coverage ({prior})"] = {"intra_layer": "coverage", "expert_prior": prior}
+    between = {strategy: {"inter_layer": strategy} for strategy in ("uniform", "u_shaped", "loss")}
+    for prior in ("uniform", "loss"):
+        between[f"coverage ({prior})"] = {"inter_layer": "coverage", "layer_prior": prior}
+    between["global"] = {"scope": "global"}
+    for sparsity in SPARSITIES:
+        for outer, outer_fields in between.items():
+            for inner, inner_fields in inside.items():
+                recipe = channels(sparsity, outer_fields | inner_fields)
+                yield Setting("strategies", f"{outer} / {inner}", f"{outer} / {inner}", sparsity, recipe)
+
+
+def _metrics() -> Iterator[Setting]:
+    metrics = ("activation", "weight", "weight_activation", "gradient", "activation_gradient", "snip", "fisher")
+    allocations = {
+        "uniform width": recipes.UNIFORM,
+        "inside layers, exact ALA": recipes.INSIDE_LAYERS,
+        "best channels of the model": recipes.TOP_CHANNELS,
+    }
+    for sparsity in SPARSITIES:
+        for allocation, coverage in allocations.items():
+            for metric in metrics:
+                recipe = channels(sparsity, coverage, metric=metric, importance="second_order")
+                yield Setting("metrics", f"{allocation}: {metric}", metric, sparsity, recipe)
+
+
+def _smoothing() -> Iterator[Setting]:
+    for sparsity in SPARSITIES:
+        for allocation, coverage in (("both levels", recipes.PAPER), ("inside layers", recipes.INSIDE_LAYERS)):
+            for smoothing in ("none", "sqrt", "log", "huber", "clip"):
+                recipe = channels(sparsity, {**coverage, "smoothing": smoothing})
+                yield Setting("smoothing", f"{allocation}: {smoothing}", smoothing, sparsity, recipe)
+
+
+def _order() -> Iterator[Setting]:
+    allocations = {"both levels": recipes.PAPER, "inside layers": recipes.INSIDE_LAYERS, "global": recipes.ONE_LEVEL}
+    importances = ("first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared")
+    for sparsity in SPARSITIES:
+        for allocation, coverage in allocations.items():
+            for importance in importances:
+                recipe = channels(sparsity, coverage, importance=importance)
+                yield Setting("order", f"{allocation}: {importance}", importance, sparsity, recipe)
+
+
+def _alignment() -> Iterator[Setting]:
+    for sparsity in SPARSITIES:
+        for method in ("paper", "recommended"):
+            for name, alignment in _alignments().items():
+                recipe = _aligned(method, sparsity, alignment)
+                yield Setting("alignment", f"{method}: {name}", method, sparsity, recipe)
+
+
+def _alignments() -> dict[str, recipes.Fields | None]:
+    found: dict[str, recipes.Fields | None] = {"exact widths": None}
+    for size in (64, 128, 256):
+        for rule in ("l-r-c", "l-r-s"):
+            found[f"a={size} {rule}"] = {**HAMILTON, "block_size": size, "min_width": size, "rule": rule}
+        found[f"a={size} blocks"] = {**BLOCKS, "block_size": size}
+    return found
+
+
+def _min_width() -> Iterator[Setting]:
+    for sparsity in SPARSITIES:
+        for method in ("paper", "recommended"):
+            for min_width in (0, 16, 32, 64, 128, 192):
+                recipe = _aligned(method, sparsity, {**HAMILTON, "min_width": min_width})
+                yield Setting("min_width", f"{method}: m={min_width}", method, sparsity, recipe)
+
+
+def _aligned(method: str, sparsity: float, alignment: recipes.Fields | None) -> Recipe:
+    if method == "paper":
+        return channels(sparsity, recipes.PAPER, alignment)
+    return recipes.recommended(sparsity, alignment)
+
+
+def _sweep() -> Iterator[Setting]:
+    for bits in SWEEP_BITS:
+        yield Setting("sweep", UNPRUNED, UNPRUNED, 0.0, Recipe(), bits)
+        for name in SWEEP_METHODS:
+            for sparsity in SWEEP_SPARSITIES:
+                yield Setting("sweep", name, name, sparsity, METHODS[name](sparsity), bits)
+
+
+def _corpora(corpora: Sequence[str]) -> Iterator[Setting]:
+    if len(corpora) < 2:  # the only one is what all tables are calibrated on
+        return
+    for sparsity in SPARSITIES:
+        for method in ("paper", "recommended", "REAP"):
+            for corpus in corpora:
+                recipe = METHODS[method](sparsity)
+                yield Setting("corpora", f"{method}: {corpus}", method, sparsity, recipe, corpus=corpus, repeated=True)
+
+
+def _topk() -> Iterator[Setting]:
+    for sparsity, name, recipe in ((0.0, UNPRUNED, Recipe()), (0.25, "recommended", recipes.recommended(0.25))):
+        for top_k in TOP_K:
+            yield Setting("topk", f"{name}: {top_k}", name, sparsity, recipe, top_k=top_k)

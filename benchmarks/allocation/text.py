@@ -1,0 +1,127 @@
+"""Reads text: windows of token ids to calibrate on and to measure on, and what they were, for the record."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.allocation.tables import ALL_CORPORA
+from moe_coverage_plugin.manifest import CoverageError
+
+WINDOW = 512
+EVALUATION_CHARACTERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text file under a name.
+
+    Attributes:
+        skip: leading characters to leave out, for instance those that are measured on.
+    """
+
+    name: str
+    path: Path
+    skip: int = 0
+
+    @classmethod
+    def parse(cls, argument: str) -> Source:
+        """``NAME=FILE`` or ``NAME=FILE@SKIP``; without a name the file's own counts."""
+        name, separator, rest = argument.partition("=")
+        rest = rest if separator else argument
+        path, at, skip = rest.rpartition("@")
+        if at and skip.isdigit():
+            rest = path
+        return cls(name if separator else Path(rest).stem, Path(rest), int(skip) if at and skip.isdigit() else 0)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token ids and where they are from.
+
+    Attributes:
+        ids_WS: ``[W, 512]`` int64.
+        description: for people.
+    """
+
+    ids_WS: Tensor
+    description: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the token ids."""
+        return hashlib.sha256(self.ids_WS.numpy().tobytes()).hexdigest()
+
+
+def calibration_pools(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """All windows ``[W, 512]`` of every calibration text, to be drawn from."""
+    return {source.name: _tokens(source, tokenizer)[0] for source in sources}
+
+
+def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Windows:
+    """``count`` different windows of one corpus, or of all in equal parts.
+
+    Raises:
+        CoverageError: a corpus holds too few windows.
+    """
+    names = list(pools) if corpus == ALL_CORPORA else [corpus]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for position, name in enumerate(names):
+        share = count // len(names) + (position < count % len(names))
+        if share > len(pools[name]):
+            raise CoverageError(
+                f"calibration text {name!r} holds {len(pools[name])} windows of {WINDOW} tokens and {share} are to be "
+                "drawn: give fewer with --calibration-windows, or more text"
+            )
+        drawn.append(pools[name][torch.randperm(len(pools[name]), generator=generator)[:share]])
+    parts = "" if corpus != ALL_CORPORA or len(names) == 1 else f" in equal parts ({', '.join(names)})"
+    label = names[0] if len(names) == 1 else corpus
+    return Windows(torch.cat(drawn), f"{label}{parts}: {count} windows of {WINDOW} tokens, seed {seed}")
+
+
+def evaluation_windows(
+    sources: Sequence[Source], calibration: Sequence[Source], tokenizer: PreTrainedTokenizerBase, count: int
+) -> dict[str, Windows]:
+    """The first ``count`` windows of every evaluation text.
+
+    Raises:
+        CoverageError: a text is shorter than a window, or calibration would be drawn from what is measured on.
+    """
+    found: dict[str, Windows] = {}
+    for source in sources:
+        ids_WS, ends = _tokens(source, tokenizer, EVALUATION_CHARACTERS)
+        ids_WS = ids_WS[:count]
+        end = source.skip + ends[len(ids_WS) - 1]
+        for other in calibration:
+            if other.path.resolve() == source.path.resolve() and other.skip < end:
+                raise CoverageError(
+                    f"calibration text {other.name!r} begins at character {other.skip} of {other.path.name}, of which "
+                    f"the first {end} are measured on: write {other.name}={other.path}@{end}, or more"
+                )
+        found[source.name] = Windows(ids_WS, f"{source.name}: the first {len(ids_WS)} windows of {WINDOW} tokens")
+    return found
+
+
+def _tokens(
+    source: Source, tokenizer: PreTrainedTokenizerBase, characters: int | None = None
+) -> tuple[Tensor, list[int]]:
+    """Windows ``[W, 512]`` of a text, and the character after each, counted from where reading began."""
+    text = source.path.read_text(encoding="utf-8")[source.skip :][:characters]
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    count = len(ids) // WINDOW
+    if count == 0:
+        raise CoverageError(
+            f"text {source.name!r} has {len(ids)} tokens behind its first {source.skip} characters and a window has "
+            f"{WINDOW}: give more text"
+        )
+    ends = [encoded["offset_mapping"][(window + 1) * WINDOW - 1][1] for window in range(count)]
+    return ids[: count * WINDOW].reshape(-1, WINDOW), ends

@@ -1,0 +1,106 @@
+"""Rows come from the real product: what is measured in memory is what a checkpoint would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+import moe_coverage_plugin
+from benchmarks.allocation.bench import Bench, mean_loss, open_linear
+from benchmarks.allocation.recipes import Recipe, channels
+from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
+from benchmarks.allocation.tables import METHODS, Setting
+from benchmarks.allocation.text import Windows
+from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.core.gradients import NLL_IMPORTANCES
+from moe_coverage_plugin.core.score_file import load_scores
+
+
+def setting(method: str, sparsity: float, bits: int) -> Setting:
+    recipe = METHODS[method](sparsity) if method in METHODS else Recipe()
+    return Setting("test", method, method, sparsity, recipe, bits)
+
+
+def payload(checkpoint: Path) -> int:
+    """Bytes of all tensors of a checkpoint, without headers."""
+    total = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118 - no mapping
+    return total
+
+
+@pytest.mark.parametrize(
+    ("method", "sparsity", "bits"),
+    [("unpruned", 0.0, 4), ("unpruned", 0.0, 8), ("recommended", 0.5, 16), ("recommended", 0.5, 4), ("REAP", 0.25, 8)],
+)
+def test_counted_bytes_are_those_of_the_saved_checkpoint(
+    bench: Bench, calibration: Windows, tmp_path: Path, method: str, sparsity: float, bits: int
+):
+    model = bench.compress(setting(method, sparsity, bits), calibration)
+    counted = checkpoint_bytes(model)
+    model.save_pretrained(tmp_path)
+    assert counted == payload(tmp_path)
+
+
+def test_ideal_sparse_bytes_count_what_is_left_and_a_mask(bench: Bench, calibration: Windows):
+    model = bench.compress(setting("Wanda", 0.5, 16), calibration)
+    experts = 2 * 8 * 3 * 128 * 192
+    dense = checkpoint_bytes(model)
+    assert dense == checkpoint_bytes(bench.pristine)
+    assert ideal_sparse_bytes(model) == dense - experts // 2 * 2 + experts // 8
+
+
+@pytest.mark.parametrize(("method", "bits"), [("recommended + reconstruct", 4), ("REAP", 8)])
+def test_loss_in_memory_is_the_loss_of_the_saved_checkpoint(
+    model_path: Path, bench: Bench, calibration: Windows, tmp_path: Path, method: str, bits: int
+):
+    exact = Bench(
+        open_linear(model_path, torch.float32, bench.device),
+        bench.tokenizer,
+        bench.evaluation,
+        bench.device,
+        tmp_path / "scores",
+    )
+    exact.folder.mkdir()
+    model = exact.compress(setting(method, 0.25, bits), calibration)
+    ids = bench.evaluation["random"].ids_WS
+    in_memory = mean_loss(model, ids)
+    model.save_pretrained(tmp_path / "saved")
+    assert abs(in_memory - mean_loss(opened(tmp_path / "saved"), ids)) < 1e-4
+
+
+def opened(path: Path) -> Any:
+    if Manifest.from_checkpoint(path) is not None:
+        return moe_coverage_plugin.load(path, dtype=torch.float32)
+    quantization = CompressedTensorsConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=quantization)
+
+
+def test_scores_are_measured_once_for_all_importances_of_their_kind(bench: Bench, calibration: Windows):
+    recipes = [METHODS[name](0.25) for name in ("paper inside layers", "inside layers, exact ALA", "uniform width")]
+    files = {bench.score_file(Setting("test", "", "", 0.25, recipe), calibration) for recipe in recipes}
+    assert len(files) == 1
+    by_gradient = [channels(0.25, {"intra_layer": "coverage"}, importance=name) for name in NLL_IMPORTANCES]
+    nll = {bench.score_file(Setting("test", "", "", 0.25, recipe), calibration) for recipe in by_gradient}
+    assert len(nll) == 1
+    assert not nll & files
+    noisy = bench.score_file(Setting("test", "", "", 0.25, METHODS["paper"](0.25)), calibration)
+    assert noisy is not None
+    assert noisy not in files | nll
+    assert load_scores(noisy)[0].layer_loss_L is not None
+
+
+def test_pristine_model_stays_as_it_was(bench: Bench, calibration: Windows):
+    before = {name: tensor.clone() for name, tensor in bench.pristine.state_dict().items()}
+    for method in ("recommended", "REAP", "Wanda", "least used experts of the model"):
+        bench.measure(setting(method, 0.25, 4), calibration, seed=0)
+    after = bench.pristine.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not any(module._forward_hooks for module in bench.pristine.modules())

@@ -1,0 +1,110 @@
+"""Whole runs: rows are kept, not measured twice, and refusals are rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.allocation import rows, runs
+from benchmarks.allocation.bench import Bench
+from benchmarks.allocation.render import write_results
+from benchmarks.allocation.tables import METHODS, Setting
+from benchmarks.allocation.text import Source, Windows
+from moe_coverage_plugin.report.pareto import read_results
+
+TOPK_ROWS = 14
+
+
+@pytest.fixture
+def plan(model_path: Path) -> runs.Plan:
+    return runs.Plan(
+        name="tiny",
+        model=model_path,
+        calibration=[Source("calibration", model_path / "calibration.txt")],
+        evaluation=[Source("heldout", model_path / "heldout.txt")],
+        calibration_windows=2,
+        windows=1,
+        seeds=range(3),
+        dtype="float32",
+        tables="^topk$",
+    )
+
+
+def test_a_run_goes_on_where_it_was_stopped(plan: runs.Plan, tmp_path: Path):
+    results = tmp_path / "out" / "rows.jsonl"
+    runs.run(plan, torch.device("cpu"), results)
+    complete = results.read_text().splitlines()
+    assert len(complete) == TOPK_ROWS + 1
+    found = rows.read_rows(results)
+    losses = {(row.name, row.sparsity): row.loss for row in found}
+    assert losses["unpruned: K", 0.0] == losses["unpruned", 0.0]
+    assert losses["unpruned: 1", 0.0] != losses["unpruned", 0.0]
+    assert {row.removed for row in found if row.method == "recommended"} == {0.25}
+
+    # stopped within its last row
+    results.write_text("\n".join(complete[:-1]) + "\n" + complete[-1][:40])
+    runs.run(plan, torch.device("cpu"), results)
+    again = results.read_text().splitlines()
+    assert again[:-1] == complete[:-1]
+    assert json.loads(again[-1])["loss"] == json.loads(complete[-1])["loss"]
+    # other calibration windows are other rows
+    runs.run(replace(plan, tables="^$", seeds=[1]), torch.device("cpu"), results)
+    assert len(results.read_text().splitlines()) == TOPK_ROWS + 2
+
+    assert len(read_results(results)) == TOPK_ROWS + 2
+    write_results([results], tmp_path / "RESULTS.md")
+    assert "| recommended: K/2" in (tmp_path / "RESULTS.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("paper: a=128 l-r-c", "block size 128 does not divide the 192 channels of an expert"),
+        ("recommended: a=256 blocks", "block size 256 does not divide the 192 channels of an expert"),
+    ],
+)
+def test_a_refused_plan_is_a_row_in_the_words_of_the_refusal(
+    bench: Bench, calibration: Windows, plan: runs.Plan, tmp_path: Path, name: str, words: str
+):
+    jobs = runs.plan_jobs(replace(plan, tables="^alignment$"), {"calibration": calibration.ids_WS}, common(plan))
+    row = runs.measured_row(bench, next(job for job in jobs if job.setting.name == name))
+    assert row.loss is None
+    assert row.refusal is not None
+    assert words in row.refusal
+    rows.append_row(tmp_path / "rows.jsonl", row)
+    assert rows.resume(tmp_path / "rows.jsonl") == [row]
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_what_the_toolkit_refuses_is_a_row_too(bench: Bench, calibration: Windows, plan: runs.Plan):
+    setting = Setting("main", "REAP", "REAP", 0.1, METHODS["REAP"](0.1))  # less than one expert of 8
+    about = runs.plan_jobs(plan, {"calibration": calibration.ids_WS}, common(plan))[0].about
+    row = runs.measured_row(bench, runs.Job(setting, 0, calibration, about))
+    assert row.loss is None
+    assert "0 experts to drop" in str(row.refusal)
+
+
+def common(plan: runs.Plan) -> dict[str, Any]:
+    """What all rows of a run say."""
+    same = dict.fromkeys(("evaluation", "evaluation_sha256", "command", "device"), "")
+    return {"model": plan.name, "dtype": plan.dtype, "versions": {}} | same
+
+
+def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
+    pools = {"calibration": torch.arange(20 * 512).reshape(20, 512)}
+    jobs = runs.plan_jobs(replace(plan, tables="^main$"), pools, common(plan))
+    hashes = {job.seed: job.calibration.sha256 for job in jobs}
+    assert len(hashes) == len(set(hashes.values())) == 3
+    assert len({rows.key(job.about) for job in jobs}) == len(jobs)
+
+
+def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--calibration", "c4=/data/c4.txt@100", "x=../y/x.txt", "--model", "m=models/mini", "--windows", "3"]
+    expected = "--calibration c4=c4.txt@100 x=x.txt --model m=models/mini --windows 3"
+    assert rows.command(arguments) == f"python -m benchmarks.allocation {expected}"
