@@ -10,6 +10,7 @@ memory, and times relative to the first; writes them with the card and versions.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import shlex
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from moe_coverage_plugin import AttributionModifier
 
 # Qwen3-30B-A3B; for a try on a small machine, see --small
-FULL = {
+FULL: dict[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 48,
     "num_attention_heads": 32,
@@ -45,7 +46,7 @@ FULL = {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
 }
-SMALL = FULL | {"hidden_size": 128, "num_hidden_layers": 2, "num_experts": 8, "vocab_size": 512}
+SMALL: dict[str, Any] = FULL | {"hidden_size": 128, "num_hidden_layers": 2, "num_experts": 8, "vocab_size": 512}
 LAYERS_AT_ONCE = 4
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "transformers", "torch")
 
@@ -83,7 +84,7 @@ class Timing:
         return self.tokens / self.seconds
 
 
-def random_model(shape: dict[str, int], device: torch.device, directory: Path) -> PreTrainedModel:
+def random_model(shape: dict[str, Any], device: torch.device, directory: Path) -> PreTrainedModel:
     """Weights as an untrained model has them, experts as the toolkit wants them."""
     config = Qwen3MoeConfig(**shape)
     config.save_pretrained(directory)
@@ -98,7 +99,8 @@ def random_model(shape: dict[str, int], device: torch.device, directory: Path) -
 
 
 def _linear_model(config: Qwen3MoeConfig, device: torch.device, layers: int) -> Any:
-    shallow = Qwen3MoeConfig(**config.to_dict() | {"num_hidden_layers": layers})
+    shallow = copy.deepcopy(config)
+    shallow.num_hidden_layers = layers
     with device:
         model = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16)
     linearize_moe(model)

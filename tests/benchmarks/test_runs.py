@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.allocation import rows, runs
+from benchmarks.allocation.__main__ import parse_share
 from benchmarks.allocation.bench import Bench
 from benchmarks.allocation.render import write_results
 from benchmarks.allocation.tables import METHODS, Setting
@@ -108,3 +110,19 @@ def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monk
     arguments = ["--calibration", "c4=/data/c4.txt@100", "x=../y/x.txt", "--model", "m=models/mini", "--windows", "3"]
     expected = "--calibration c4=c4.txt@100 x=x.txt --model m=models/mini --windows 3"
     assert rows.command(arguments) == f"python -m benchmarks.allocation {expected}"
+
+
+def test_the_share_of_a_process_is_not_part_of_the_command():
+    arguments = ["--share", "2/8", "--tables", "main", "--results", "out/2.jsonl"]
+    assert rows.command(arguments) == "python -m benchmarks.allocation --tables main"
+
+
+@pytest.mark.parametrize("argument", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_shares_that_are_none(argument: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no share"):
+        parse_share(argument)
+
+
+def test_shares_are_all_rows_once():
+    first, second = parse_share("1/2"), parse_share("2/2")
+    assert sorted([*range(7)[first[0] :: first[1]], *range(7)[second[0] :: second[1]]]) == list(range(7))

@@ -1,0 +1,49 @@
+"""Models whose weights lie elsewhere than where they compute: handed out as copies, for one call at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from brute_force import FIELDS, open_stock, save_float64
+from compressed_tensors.offload.module import offload_module, remove_module_offload
+from llmcompressor import oneshot
+from tiny import token_batches
+
+from moe_coverage_plugin import AttributionModifier
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.calibration.traced_experts import _Experts
+
+
+def on_disk(source: Path, directory: Path):
+    """The model with every weight on disk."""
+    model = open_stock(source, linear=True)
+    directory.mkdir()
+    for module in model.modules():
+        remove_module_offload(module)
+        offload_module(module, "cpu", "disk", offload_dir=str(directory))
+    return model
+
+
+@pytest.mark.parametrize("metric", ["activation", "weight_activation", "fisher", "snip"])
+def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
+    source = save_float64(tmp_path / "model", "qwen2_moe")
+    measured = []
+    for model in (open_stock(source, linear=True), on_disk(source, tmp_path / "offloaded")):
+        modifier = AttributionModifier(channel_metric=metric)
+        data = token_batches(samples=3, length=20, padded=True)
+        oneshot(model=model, dataset=data, recipe=[modifier], shuffle_calibration_samples=False)
+        measured.append(modifier.measured)
+    resident, offloaded = measured
+    for name in (*FIELDS, "layer_loss_L"):
+        torch.testing.assert_close(getattr(offloaded, name), getattr(resident, name), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_offloaded_weights_are_not_held_between_calls(tmp_path: Path):
+    """A reference to the copy that a device is handed would keep the whole model there."""
+    source = save_float64(tmp_path / "model", "qwen2_moe")
+    held = [_Experts(find_expert_blocks(open_stock(source, linear=True))[0]).projections["up_proj"]._held]
+    held.append(_Experts(find_expert_blocks(on_disk(source, tmp_path / "disk"))[0]).projections["up_proj"]._held)
+    assert held[0] is not None
+    assert held[1] is None
