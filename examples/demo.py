@@ -128,7 +128,7 @@ def table(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MINI_MOE, help="directory with calibration.txt and heldout.txt")
-    parser.add_argument("--recipe", default="coverage_p25_q4", help="name of a recipe of the package")
+    parser.add_argument("--recipe", default="fisher_p25_q4", help="name of a recipe of the package")
     parser.add_argument("--output", type=Path, default=Path("out/demo"), help="emptied first")
     parser.add_argument("--calibration-windows", type=int, default=32)
     parser.add_argument("--heldout-windows", type=int, default=64)

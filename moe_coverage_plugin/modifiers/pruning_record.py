@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.provenance import environment
-from moe_coverage_plugin.core.ragged import prefix_scores
 from moe_coverage_plugin.core.score_file import save_scores
 from moe_coverage_plugin.manifest import Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -38,20 +37,20 @@ def pruning_record(
         pictures: draw the plan.
     """
     measured_on = attribution.provenance
+    view = _view(plan, widths_LE, measured_on)
     companions: list[Callable[[Path], None]] = [
         lambda directory: save_scores(directory / SCORES_NAME, plan.scores, measured_on)
     ]
     if (save_tokenizer := _tokenizer_of_run()) is not None:
         companions.append(save_tokenizer)
     if pictures:
-        view = _view(plan, widths_LE, measured_on)
         companions.append(lambda directory: _draw(view, directory / PICTURES_NAME))
     return PruningRecord(
         layout=layout,
-        intermediate_size=plan.scores.channels_LEI.shape[-1],
+        intermediate_size=view.intermediate_size,
         block_size=block_size,
         provenance=measured_on | environment() | {"recipe": recipe},
-        report=_report(plan, widths_LE),
+        report=_report(plan, view),
         companions=companions,
     )
 
@@ -70,9 +69,9 @@ def _view(plan: WidthPlan, widths_LE: Tensor, measured_on: dict[str, Any]) -> Pl
         intermediate_size=scores.channels_LEI.shape[-1],
         widths_LE=widths_LE,
         channels_LEI=scores.channels_LEI,
-        expert_prior_LE=torch.tensor(plan.notes["prior_LE"]),
+        expert_prior_LE=_telling(plan.notes["prior_LE"]),
         layer_loss_L=scores.layer_loss_L,
-        layer_prior_L=torch.tensor(plan.notes["layer_prior_L"]) if scores.layer_loss_L is not None else None,
+        layer_prior_L=_telling(plan.notes["layer_prior_L"]),
         tokens_LE=scores.tokens_LE,
         title=f"Expert channels kept: {kept:.1%}",
         facts={
@@ -85,6 +84,12 @@ def _view(plan: WidthPlan, widths_LE: Tensor, measured_on: dict[str, Any]) -> Pl
     )
 
 
+def _telling(prior: list[Any]) -> Tensor | None:
+    """An importance to draw; ``None`` where it is the same for all, because the plan did not weigh by it."""
+    values = torch.tensor(prior, dtype=torch.float64)
+    return values if bool((values != values.flatten()[0]).any()) else None
+
+
 def _draw(view: PlanView, directory: Path) -> None:
     # matplotlib takes a second to import, which a run without pictures need not wait for
     from moe_coverage_plugin.report.page import write_report
@@ -92,20 +97,18 @@ def _draw(view: PlanView, directory: Path) -> None:
     write_report(view, directory)
 
 
-def _report(plan: WidthPlan, widths_LE: Tensor) -> dict[str, Any]:
+def _report(plan: WidthPlan, view: PlanView) -> dict[str, Any]:
     """Figures of a pruning, per block, for the file beside the checkpoint."""
-    prefix_LEN = prefix_scores(plan.scores.channels_LEI)
-    kept_LE = prefix_LEN.gather(-1, widths_LE.unsqueeze(-1)).squeeze(-1)
-    coverage_L = kept_LE.sum(-1) / prefix_LEN[..., -1].sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    assert view.coverage_L is not None, "channels were scored"
     blocks = {
         name: {
-            "widths": widths_LE[layer].tolist(),
+            "widths": view.widths_LE[layer].tolist(),
             "tokens": plan.scores.tokens_LE[layer].tolist(),
-            "coverage": float(coverage_L[layer]),
+            "coverage": float(view.coverage_L[layer]),
         }
         for layer, name in enumerate(plan.scores.names)
     }
-    kept_for_layout = int(((plan.widths_LE == 0) & (widths_LE > 0)).sum())
+    kept_for_layout = int(((plan.widths_LE == 0) & (view.widths_LE > 0)).sum())
     return {
         "blocks": blocks,
         "experts_without_tokens": plan.scores.unreached,

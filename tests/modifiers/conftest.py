@@ -1,4 +1,4 @@
-"""Tiny models on disk, and what the toolkit logs. The helpers of these tests lie in ``harness.py``."""
+"""Tiny models on disk. The helpers of these tests lie in ``harness.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import harness
 import pytest
-from loguru import logger
 from transformers import PreTrainedModel
 
 
@@ -35,12 +34,3 @@ def pristine(source: Path, _opened: dict[Path, PreTrainedModel]):
     yield _opened[source]
     if set(harness.flat_widths(_opened[source])) != {harness.CHANNELS}:
         del _opened[source]  # a test failed; the others shall not fail with it
-
-
-@pytest.fixture
-def log():
-    """Messages logged during a test, each as ``LEVEL message``."""
-    messages: list[str] = []
-    sink = logger.add(lambda message: messages.append(str(message).rstrip()), format="{level} {message}", level="INFO")
-    yield messages
-    logger.remove(sink)
