@@ -17,8 +17,15 @@ from safetensors import safe_open
 
 from tests.serving.engine import checkpoint_dtype, checkpoint_path, expected_logprobs, open_engine, prompt_logprobs
 
-RAGGED_16BIT = ["ragged_fp32", "ragged_bf16", "ragged_whole_experts"]
-RECIPES_4BIT = ["ragged_w4a16", "ragged_gptq", "ragged_w4a16_a64", "ragged_gptq_a64"]
+RAGGED_16BIT = ["ragged_fp32", "ragged_bf16", "ragged_whole_experts", "ragged_fisher_fp32"]
+RECIPES_4BIT = [
+    "ragged_w4a16",
+    "ragged_gptq",
+    "ragged_w4a16_a64",
+    "ragged_gptq_a64",
+    "ragged_fisher_p25_w4a16",
+    "ragged_fisher_p50_w4a16",
+]
 FAMILIES_4BIT = ["ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4"]
 RAGGED_4BIT = RECIPES_4BIT + FAMILIES_4BIT
 ONE_WIDTH_16BIT = ["padded_fp32", "uniform_fp32"]
