@@ -17,7 +17,8 @@ def register_modifiers() -> None:
 
     Importing it takes seconds and logs to the console, which a command that only reads a checkpoint should not do.
     """
-    if TOOLKIT in sys.modules:
+    # an entry that is None forbids the import
+    if sys.modules.get(TOOLKIT) is not None:
         import_module("moe_coverage_plugin.modifiers")
     else:
         sys.meta_path.insert(0, _AfterToolkit())
