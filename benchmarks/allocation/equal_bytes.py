@@ -21,6 +21,8 @@ def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
         curve = sorted(
             (_size(row), _loss(row)) for row in rows if row.bits == bits and row.method in (method, UNPRUNED)
         )
+        if not curve:  # a comparison that was stopped before it came to the method
+            continue
         sizes, losses = zip(*curve, strict=True)
         for row in rows:
             if row.bits != bits or row.method in (*RECOMMENDED, UNPRUNED):

@@ -131,3 +131,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path):
     page.write_text("no markers")
     with pytest.raises(CoverageError, match="lacks the lines"):
         write_results([tmp_path / "rows.jsonl"], page)
+
+
+def test_a_comparison_that_has_not_come_to_the_method_loses_nowhere():
+    assert lost_to_same_bits([row("sweep", "paper", 0.25, 7.0, 2.0)], "recommended") == []
