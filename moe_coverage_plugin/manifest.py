@@ -15,6 +15,10 @@ from typing import Any, Literal, get_args
 
 CONFIG_KEY = "moe_coverage"
 SCHEMA_VERSION = 1
+# beside the weights: figures of the pruning, and its scores, a safetensors file under another suffix, because engines
+# load every *.safetensors of a directory
+REPORT_NAME = "moe_coverage_report.json"
+SCORES_NAME = "moe_coverage_scores.bin"
 
 Layout = Literal["ragged", "padded", "uniform"]
 

@@ -13,11 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
-
-REPORT_NAME = "moe_coverage_report.json"
-SCORES_NAME = "moe_coverage_scores.bin"
-"""Not *.safetensors, which vLLM would load."""
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest
 
 INDEX_NAME = "model.safetensors.index.json"
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.cli.checkpoint import SCORES_NAME, Checkpoint
+from moe_coverage_plugin.cli.checkpoint import Checkpoint
 from moe_coverage_plugin.core.score_file import load_scores
 from moe_coverage_plugin.core.scores import AttributionScores
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.manifest import SCORES_NAME, CoverageError
 from moe_coverage_plugin.report.view import PlanView
 
 

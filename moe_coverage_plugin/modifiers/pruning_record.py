@@ -11,12 +11,12 @@ from torch import Tensor
 
 from moe_coverage_plugin.calibration.provenance import environment
 from moe_coverage_plugin.core.score_file import save_scores
-from moe_coverage_plugin.manifest import Layout
+from moe_coverage_plugin.manifest import SCORES_NAME, Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 from moe_coverage_plugin.modifiers.plan import WidthPlan
 from moe_coverage_plugin.report.view import PlanView
-from moe_coverage_plugin.surgery.checkpoint import PICTURES_NAME, SCORES_NAME, PruningRecord
+from moe_coverage_plugin.surgery.checkpoint import PICTURES_NAME, PruningRecord
 
 
 def pruning_record(

@@ -22,15 +22,13 @@ from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.atomic_files import write_atomically
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
-from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Layout, Manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Layout, Manifest
 from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_family_names, stores_single_experts
 
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
-REPORT_NAME = "moe_coverage_report.json"
 PICTURES_NAME = "moe_coverage_report"
-# a safetensors file under another suffix: engines load every *.safetensors of a directory
-SCORES_NAME = "moe_coverage_scores.bin"
 
 
 @dataclass
@@ -153,9 +151,7 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, open_to_al
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width
-    temporary = path.with_suffix(".json.partial")
-    temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    os.replace(temporary, path)
+    write_atomically(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:

@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
-from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
-from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME, PruningRecord, save_with_manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.router import mask_router

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.cli import checkpoint
 from moe_coverage_plugin.core.score_file import load_scores, save_scores
-from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME, SCORES_NAME
+from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 
 WEIGHTS = "model.safetensors"
 
@@ -248,8 +248,9 @@ def test_no_damaged_bytes_end_in_a_traceback(script: Any, pruned: Path, copy: Pa
     shutil.copyfile(pruned / name, copy / name)
 
 
-def test_names_of_files_are_those_that_are_written() -> None:
-    assert (checkpoint.REPORT_NAME, checkpoint.SCORES_NAME) == (REPORT_NAME, SCORES_NAME)
+def test_names_of_files_are_those_that_are_written(copy: Path) -> None:
+    assert (REPORT_NAME, SCORES_NAME) == ("moe_coverage_report.json", "moe_coverage_scores.bin")
+    assert {REPORT_NAME, SCORES_NAME} <= {file.name for file in copy.iterdir()}
 
 
 def test_loads_no_weight(script: Any, copy: Path) -> None:

@@ -16,7 +16,8 @@ import yaml
 from runs import BLOCK, config_json, prune, source, tensors
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME, check_output
+from moe_coverage_plugin.manifest import REPORT_NAME
+from moe_coverage_plugin.surgery.checkpoint import check_output
 
 MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bias")
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.surgery.checkpoint import REPORT_NAME
+from moe_coverage_plugin.manifest import REPORT_NAME
 
 
 @pytest.fixture(scope="module")
