@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     parser.add_argument("--tables", default="", help="measure only tables whose key this regular expression finds")
     parser.add_argument(
-        "--share", type=parse_share, default=(0, 1), metavar="I/N", help="measure every N-th row from the I-th"
+        "--share", type=parse_share, default=(0, 1), metavar="I/N", help="measure every N-th missing row from the I-th"
     )
     parser.add_argument("--results", type=Path, default=Path("out/allocation.jsonl"))
     parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md")

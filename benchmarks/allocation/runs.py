@@ -32,7 +32,8 @@ class Plan:
         name: of the model in tables.
         seeds: tables that repeat calibration take them all, the others the first.
         tables: regular expression over their keys; the unpruned model is always measured.
-        share: first row and step, for several processes that share a comparison.
+        share: first and step of the missing rows, for several processes that share a comparison; each starts from a copy
+            of one results file.
     """
 
     name: str
@@ -82,10 +83,11 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
         "versions": rows.versions(),
     }
     first, step = plan.share
-    jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common)[first::step]
+    jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common)
     known = {row.key for row in rows.resume(results)}
-    todo = [job for job in jobs if rows.key(job.about) not in known]
-    print(f"{len(jobs)} rows, {len(jobs) - len(todo)} of them in {results} already", flush=True)
+    missing = [job for job in jobs if rows.key(job.about) not in known]
+    todo = missing[first::step]
+    print(f"{len(jobs)} rows, {len(missing)} of them not in {results}, {len(todo)} to measure here", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         pristine = open_linear(plan.model, getattr(torch, plan.dtype), device)
         bench = Bench(pristine, tokenizer, evaluation, device, Path(folder))
