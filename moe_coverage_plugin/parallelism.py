@@ -6,6 +6,7 @@ other kinds may have more. Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_DEGREE = 16
@@ -79,3 +80,41 @@ def obstacles(shape: ParallelShape, degree: int) -> list[str]:
 def degrees(shape: ParallelShape, limit: int = MAX_DEGREE) -> dict[int, list[str]]:
     """The obstacles of every degree from 1 to ``limit``; legal ones have none."""
     return {degree: obstacles(shape, degree) for degree in range(1, limit + 1)}
+
+
+def rank_ranges(widths_E: Sequence[int], unit: int, rank: int, world_size: int) -> list[tuple[int, int]]:
+    """The channels ``[start, stop)`` of every expert of a layer that a tensor-parallel rank holds.
+
+    Whole units (quantization groups; a last partial unit counts as one) are dealt contiguously in rank order, so the
+    ranges of all ranks partition ``[0, width)`` and no group is cut. Units of an expert that do not divide evenly go
+    one each to the ranks after the one that was given the last such unit, so over a whole layer no rank holds more
+    than one unit more than another. A rank may hold nothing of an expert.
+    """
+    assert unit >= 1
+    assert 0 <= rank < world_size
+    ranges, next_rank = [], 0
+    for width in widths_E:
+        assert width >= 0
+        units_each, extra = divmod(-(-width // unit), world_size)
+        # how many of the ranks before this one, and with it, get an extra unit
+        before, with_it = (
+            sum((earlier - next_rank) % world_size < extra for earlier in range(ranks)) for ranks in (rank, rank + 1)
+        )
+        start, stop = rank * units_each + before, (rank + 1) * units_each + with_it
+        ranges.append((min(start * unit, width), min(stop * unit, width)))
+        next_rank = (next_rank + extra) % world_size
+    return ranges
+
+
+def imbalance(layers: Iterable[Sequence[int]], unit: int, world_size: int) -> float:
+    """By what fraction the fullest rank holds more expert channels than the average one, over all layers.
+
+    Args:
+        layers: widths of the experts of each layer.
+        unit: see ``rank_ranges``.
+    """
+    loads = [0] * world_size
+    for widths_E in layers:
+        for rank in range(world_size):
+            loads[rank] += sum(stop - start for start, stop in rank_ranges(widths_E, unit, rank, world_size))
+    return max(loads) * world_size / sum(loads) - 1 if sum(loads) else 0.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_coverage_plugin import parallelism
-from moe_coverage_plugin.parallelism import ParallelShape, SplitLayer, degrees, obstacles
+from moe_coverage_plugin.parallelism import ParallelShape, SplitLayer, degrees, imbalance, obstacles, rank_ranges
 
 # Qwen3-30B-A3B in W4A16, group 128
 QWEN3 = ParallelShape(
@@ -86,3 +87,42 @@ def test_needs_the_standard_library_only() -> None:
         [sys.executable, "-c", program, parallelism.__file__], capture_output=True, text=True, check=True
     )
     assert not set(done.stdout.split()) & {"torch", "vllm", "transformers", "llmcompressor", "moe_coverage_plugin"}
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.sampled_from([1, 32, 64, 128]), st.integers(1, 9))
+def test_rank_ranges_partition_every_expert_and_load_ranks_evenly(
+    widths_E: list[int], unit: int, world_size: int
+) -> None:
+    by_rank = [rank_ranges(widths_E, unit, rank, world_size) for rank in range(world_size)]
+    for width, ranges in zip(widths_E, zip(*by_rank, strict=True), strict=True):
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == width
+        assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+        # no quantization group is cut, and no rank has over one unit more of an expert than another
+        assert all(start % unit == 0 or start == width for start, _ in ranges)
+        units = [-(-(stop - start) // unit) for start, stop in ranges]
+        assert max(units) - min(units) <= 1
+    loads = [sum(-(-(stop - start) // unit) for start, stop in ranges) for ranges in by_rank]
+    assert max(loads) - min(loads) <= 1
+
+
+def test_rank_ranges_by_hand() -> None:
+    # 5 groups of 128 on 2 ranks: 3 + 2; the next odd expert 2 + 3, whatever lies between. Of 4 and a half groups of 64
+    # the half is last.
+    assert rank_ranges([640, 256, 640], 128, 0, 2) == [(0, 384), (0, 128), (0, 256)]
+    assert rank_ranges([640, 256, 640], 128, 1, 2) == [(384, 640), (128, 256), (256, 640)]
+    assert [rank_ranges([64, 288], 64, rank, 2)[1] for rank in range(2)] == [(0, 128), (128, 288)]
+    assert [rank_ranges([256, 128], 128, rank, 4)[1] for rank in range(4)] == [(0, 0), (0, 0), (0, 128), (128, 128)]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 5))
+def test_imbalance_is_of_the_fullest_rank(units_LE: list[list[int]], world_size: int) -> None:
+    layers = [[64 * units for units in units_E] for units_E in units_LE]
+    loads = [
+        sum(stop - start for widths_E in layers for start, stop in rank_ranges(widths_E, 64, rank, world_size))
+        for rank in range(world_size)
+    ]
+    total = sum(map(sum, layers))
+    assert sum(loads) == total
+    expected = max(loads) / (total / world_size) - 1 if total else 0
+    assert imbalance(layers, 64, world_size) == pytest.approx(expected, abs=1e-12)

@@ -32,8 +32,8 @@ class Plan:
         name: of the model in tables.
         seeds: tables that repeat calibration take them all, the others the first.
         tables: regular expression over their keys; the unpruned model is always measured.
-        share: first and step of the missing rows, for several processes that share a comparison; each starts from a copy
-            of one results file.
+        share: first and step of the missing rows, for several processes that share a comparison, each with a copy
+            of one results file to begin with.
     """
 
     name: str

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.distributed import sum_over_ranks
+from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observer import BlockObserver
-from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NllSums, finalize_gradient_scores
+from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NllSums
 from moe_coverage_plugin.core.scores import AttributionScores
 
 
@@ -31,7 +31,7 @@ def gather_scores(
         observer.check_finite(sums)
     metric = observers[0].metric
     if metric in GRADIENT_METRICS:
-        channels = [finalize_gradient_scores(metric, sums["gradient_PEI"]) for sums in gradient_sums_L]
+        channels = [each.channel_scores(sums) for each, sums in zip(gradients, gradient_sums_L, strict=True)]
     else:
         channels = [observer.channel_scores(sums) for observer, sums in zip(observers, sums_L, strict=True)]
     nll = NllSums(*torch.stack([sums["nll_3E"] for sums in gradient_sums_L], dim=1)) if gradients else None
@@ -39,7 +39,8 @@ def gather_scores(
         names=[observer.block.name for observer in observers],
         top_k=[observer.block.top_k for observer in observers],
         channel_metric=metric,
-        channels_LEI=torch.stack(channels),
+        # those of one rank: what `obs` makes of equal sums may differ by a bit between kinds of devices
+        channels_LEI=gather_over_ranks(torch.stack(channels))[0],
         first_order_LE=torch.stack([sums["first_order_E"] for sums in sums_L]),
         second_order_LE=torch.stack([sums["second_order_E"] for sums in sums_L]),
         tokens_LE=torch.stack([sums["tokens_E"].long() for sums in sums_L]),

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
+from compressed_tensors.offload import get_execution_device
 from compressed_tensors.utils import align_module_device
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, projections, uniform_shape
+from moe_coverage_plugin.calibration.routing import Routing
 from moe_coverage_plugin.calibration.traced_experts import ExpertTrace
 from moe_coverage_plugin.core.gradients import (
     NllSums,
     activation_gradient_terms,
+    finalize_gradient_scores,
     fisher_terms,
     gradient_terms,
     nll_terms,
     products,
     snip_scores,
 )
+from moe_coverage_plugin.core.interactions import interaction_terms, obs_scores
 from moe_coverage_plugin.core.statistics import ChannelMetric, segment_sums
 
 
 class GradientObserver:
     """Running sums of one block over the gradients at its experts.
 
-    Remembers the values that the experts computed, and adds to its sums when their gradients arrive.
+    Remembers the values that the experts computed, and adds to its sums when their gradients arrive. For ``obs`` they
+    are two matrices of every expert, ``2 * E * I * I * 4`` bytes of CPU memory for each block until the pass ends:
+    29 GB for all 48 layers of Qwen3-30B-A3B. Float64 models take twice that.
     """
 
     def __init__(self, block: ExpertBlock, metric: ChannelMetric):
@@ -35,12 +43,22 @@ class GradientObserver:
         # the paper's metrics look at every projection, ours at the input of down_proj
         every = list(projections(block.mlps[0]))
         self._projections = every if metric in ("gradient", "activation_gradient", "snip") else ["down_proj"]
-        self.sums = {
-            "gradient_PEI": torch.zeros(len(self._projections), experts, channels, dtype=torch.float64),
-            "nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64),
-        }
+        self.sums = {"nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64)}
+        if metric == "obs":
+            self.sums |= self._no_interactions(experts, channels)
+        else:
+            self.sums["gradient_PEI"] = torch.zeros(len(self._projections), experts, channels, dtype=torch.float64)
         self._batch: dict[str, Tensor] = {}
         self._output_grad_MH: Tensor | None = None
+
+    def _no_interactions(self, experts: int, channels: int) -> dict[str, Tensor]:
+        # on every rank alike, also on one that no gradient reaches: ranks add these up
+        dtype = torch.promote_types(projections(self.block.mlps[0])["down_proj"].weight.dtype, torch.float32)
+        return {
+            "gram_EII": torch.zeros(experts, channels, channels, dtype=dtype),
+            "curvature_EII": torch.zeros(experts, channels, channels, dtype=dtype),
+            "tokens_E": torch.zeros(experts, dtype=torch.float64),
+        }
 
     def observe(self, trace: ExpertTrace) -> None:
         """Wait for the gradients of what the experts computed."""
@@ -51,6 +69,9 @@ class GradientObserver:
         if self.metric == "snip" or self._has_bias:
             trace.z_MH.register_hook(self._on_output_grad)
         trace.a_MI.register_hook(partial(self._on_activation_grad, lengths_E, trace.a_MI.detach()))
+        if self.metric == "obs":
+            routing = replace(trace.routing, gates_M=trace.routing.gates_M.detach())
+            trace.a_MI.register_hook(partial(self._on_interactions, routing, trace.a_MI.detach()))
         for name, value_MI in (("gate_proj", trace.gate_MI), ("up_proj", trace.up_MI)):
             if name in self._projections and value_MI is not None:
                 known = (trace.x_MH.detach(), value_MI.detach())
@@ -81,6 +102,17 @@ class GradientObserver:
             case "snip":
                 assert output_grad_MH is not None
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
+
+    def _on_interactions(self, routing: Routing, a_MI: Tensor, grad_MI: Tensor) -> None:
+        """Add to the matrices at once: those of all blocks for one batch would not fit where the experts compute."""
+        lengths = routing.real_lengths_E.tolist()
+        rows = (routing.real(rows_M).split(lengths) for rows_M in (a_MI, routing.gates_M, grad_MI))
+        for index, (a_NI, gate_N, grad_NI) in enumerate(zip(*rows, strict=True)):
+            if gate_N.numel():
+                terms = interaction_terms(a_NI, gate_N, grad_NI)
+                self.sums["gram_EII"][index] += terms.gram_II.cpu()
+                self.sums["curvature_EII"][index] += terms.curvature_II.cpu()
+        self.sums["tokens_E"] += routing.real_lengths_E.cpu()
 
     def _on_projection_grad(
         self, name: str, lengths_E: Tensor, x_MH: Tensor, value_MI: Tensor, grad_MI: Tensor
@@ -120,3 +152,11 @@ class GradientObserver:
             place = self.sums["nll_3E"] if name == "nll" else self.sums["gradient_PEI"][self._projections.index(name)]
             place += sums.cpu()
         self._batch = {}
+
+    def channel_scores(self, sums: Mapping[str, Tensor]) -> Tensor:
+        """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks."""
+        if self.metric != "obs":
+            return finalize_gradient_scores(self.metric, sums["gradient_PEI"])
+        device = get_execution_device(projections(self.block.mlps[0])["down_proj"])
+        tokens_E11 = sums["tokens_E"].clamp(min=1)[:, None, None]
+        return obs_scores(sums["gram_EII"].to(device) / tokens_E11.to(device), sums["curvature_EII"]).cpu()

@@ -11,12 +11,15 @@ from typing import Any
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
 from moe_coverage_plugin.cli.split_layers import parallel_shape
-from moe_coverage_plugin.parallelism import degrees
+from moe_coverage_plugin.parallelism import degrees, imbalance
 
 HEADERS = (
     *("layer", "channels", "kept", "coverage", "live", "removed", "narrowest", "mean", "widest"),
     *("fewest tokens", "most tokens", "without tokens"),
 )
+PACKED_WORD = 8
+"""Channels in a word of packed weights."""
+SHOWN_IMBALANCE = 0.0005
 MOST_BARS = 16
 BAR_LENGTH = 40
 
@@ -46,6 +49,7 @@ def run(arguments: Namespace) -> None:
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     obstacles = degrees(parallel_shape(checkpoint))
+    legal = [degree for degree, found in obstacles.items() if not found]
     return {
         "checkpoint": str(checkpoint.directory),
         "layout": manifest.layout,
@@ -60,12 +64,21 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         },
         "layers": [_layer(checkpoint, name, widths) for name, widths in manifest.widths.items()],
         "tensor_parallel": {
-            "legal": [degree for degree, found in obstacles.items() if not found],
+            "legal": legal,
+            "imbalance": {str(degree): _imbalance(checkpoint, degree) for degree in legal},
             "blocked": {str(degree): found for degree, found in obstacles.items() if found},
         },
         "provenance": manifest.provenance,
         "remarks": checkpoint.remarks,
     }
+
+
+def _imbalance(checkpoint: Checkpoint, degree: int) -> float:
+    """By what fraction the fullest rank holds more expert channels than the average one."""
+    groups = [weights.get("group_size") for weights in checkpoint.weight_groups]
+    # what cannot part: a group of one scale, a packed word, a channel
+    unit = max([group or PACKED_WORD for group in groups if group is None or group > 0], default=1)
+    return imbalance(checkpoint.manifest.widths.values(), unit, degree)
 
 
 def _layer(checkpoint: Checkpoint, name: str, widths: list[int]) -> dict[str, Any]:
@@ -123,8 +136,13 @@ def _show(summary: dict[str, Any]) -> None:
     widths = [width for layer in summary["layers"] for width in layer["widths"]]
     print(f"\n{output.table(('width', 'experts', ''), list(_histogram(widths, summary['intermediate_size'])))}")
     parallel = summary["tensor_parallel"]
-    print(f"\ntensor parallel in vLLM: {', '.join(map(str, parallel['legal']))}")
+    print(f"\ntensor parallel in vLLM: {', '.join(map(_degree, parallel['imbalance'].items()))}")
     print(output.fact_lines({f"  not {degree}": _first(found) for degree, found in parallel["blocked"].items()}))
+
+
+def _degree(item: tuple[str, float]) -> str:
+    degree, excess = item
+    return degree if excess < SHOWN_IMBALANCE else f"{degree} (fullest rank +{excess:.1%})"
 
 
 def _first(obstacles: list[str]) -> str:

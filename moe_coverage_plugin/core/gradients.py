@@ -7,7 +7,8 @@ The loss is the sum of the next-token losses of all calibration tokens, ``NLL``.
 
 estimates the diagonal of the Fisher information of ``m``, and with it the rise of the loss, up to one constant for the
 whole model, when the channel is removed: tokens' contributions cannot cancel, and scores of different layers share one
-unit. The other metrics are the paper's. Each averages over the projections of an expert, where the values of a channel
+unit. ``obs`` is the same for an expert whose other channels take over (:mod:`~moe_coverage_plugin.core.interactions`).
+The other metrics are the paper's. Each averages over the projections of an expert, where the values of a channel
 ``v`` are the outputs of ``gate_proj`` and ``up_proj`` and the input ``A`` of ``down_proj``:
 
     gradient:            s_c = mean_v ||dNLL/dv_c||_2, over tokens
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
 
-GRADIENT_METRICS = ("gradient", "activation_gradient", "snip", "fisher")
+GRADIENT_METRICS = ("gradient", "activation_gradient", "snip", "fisher", "obs")
 NLL_IMPORTANCES = ("nll_signed", "nll_absolute", "nll_squared")
 assert set(GRADIENT_METRICS) < set(get_args(ChannelMetric))
 assert set(NLL_IMPORTANCES) < set(get_args(ExpertImportance))
@@ -84,8 +85,12 @@ def nll_terms(u_M: Tensor) -> NllSums:
 
 
 def finalize_gradient_scores(metric: ChannelMetric, sums_PEI: Tensor) -> Tensor:
-    """Channel scores ``[E, I]`` from the sums at each projection (one for ``fisher``), added over batches."""
+    """Channel scores ``[E, I]`` from the sums at each projection (one for ``fisher``), added over batches.
+
+    Not for ``obs``, whose sums are matrices.
+    """
     assert metric in GRADIENT_METRICS
+    assert metric != "obs"
     return (sums_PEI.sqrt() if metric == "gradient" else sums_PEI).mean(0)
 
 

@@ -69,7 +69,7 @@ def plan_widths(scores: AttributionScores, sparsity: float, strategy: CoverageSt
     Scope ``layers`` (paper, CBA): first among layers, then among the experts of each. Scope ``global``: once, among
     the experts of all layers, ``N_le = min{n : S_le(n) >= min(alpha * phi_le, 1) * S_le(I)}`` with one ``alpha`` for
     the model (coverage), or the ``(1 - sparsity) L E I`` best channels of the model (``topk_channel``). One scale for
-    all layers makes sense for scores that are comparable between layers, which ``fisher`` is.
+    all layers makes sense for scores that are comparable between layers, which those of ``fisher`` and ``obs`` are.
 
     Args:
         sparsity: fraction of the ``L * E * I`` channels to remove, in ``[0, 1)``.

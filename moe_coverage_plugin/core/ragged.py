@@ -124,23 +124,3 @@ def prefix_scores(scores_LEI: Tensor) -> Tensor:
         ``[L, E, I + 1]`` float64 on the CPU.
     """
     return torch.nn.functional.pad(sort_descending(scores_LEI).cumsum(-1), (1, 0))
-
-
-def unit_range(width: int, unit: int, rank: int, world_size: int, offset: int) -> tuple[int, int]:
-    """The channels ``[start, stop)`` of one expert that a tensor-parallel rank holds.
-
-    Whole units (quantization groups; a last partial unit counts as one) are dealt contiguously in rank order, so the
-    ranges of all ranks partition ``[0, width)`` and no group is cut. The units that do not divide evenly go to ranks
-    ``offset, offset + 1, ...`` modulo the world size: with the expert's index as ``offset`` the ranks carry equal
-    loads over many experts. A rank may hold nothing of an expert.
-    """
-    assert width >= 0
-    assert unit >= 1
-    assert 0 <= rank < world_size
-    assert offset >= 0
-    units_each, extra = divmod(-(-width // unit), world_size)
-
-    def first_unit(rank: int) -> int:
-        return rank * units_each + sum((earlier - offset) % world_size < extra for earlier in range(rank))
-
-    return min(first_unit(rank) * unit, width), min(first_unit(rank + 1) * unit, width)

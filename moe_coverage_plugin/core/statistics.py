@@ -37,7 +37,7 @@ from torch import Tensor
 from moe_coverage_plugin.core.ragged import ExpertWeights
 
 ChannelMetric = Literal[
-    "activation", "weight", "weight_activation", "gradient", "activation_gradient", "snip", "fisher"
+    "activation", "weight", "weight_activation", "gradient", "activation_gradient", "snip", "fisher", "obs"
 ]
 ExpertImportance = Literal["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"]
 

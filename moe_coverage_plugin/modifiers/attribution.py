@@ -47,8 +47,10 @@ class AttributionModifier(Modifier):
     Args:
         channel_metric: without gradients ``activation`` (L2 norm of the channel over the expert's tokens, the paper's
             default), ``weight`` (L2 norms of its weights) or ``weight_activation`` (weights times input norms). From
-            gradients ``fisher`` (``sum_t (A dNLL/dA)^2``, comparable between layers), and the paper's ``gradient``,
-            ``activation_gradient`` and ``snip`` (see ``core/gradients.py``).
+            gradients ``fisher`` (``sum_t (A dNLL/dA)^2``, comparable between layers), ``obs`` (the same where other
+            channels take over, for ``reconstruct: true`` only: worse than ``fisher`` without; takes
+            ``8 * experts * channels^2`` bytes of CPU memory for every layer; see ``core/interactions.py``), and the
+            paper's ``gradient``, ``activation_gradient`` and ``snip`` (see ``core/gradients.py``).
         expert_importance: in closed form, at no extra cost, ``first_order`` (the paper's attribution) or
             ``second_order`` (the exact loss of removing the expert). From gradients ``nll_signed``, ``nll_absolute``
             or ``nll_squared``: ``sum_t u_t`` with its sign reversed, of ``|u_t|``, or of ``u_t^2``, where

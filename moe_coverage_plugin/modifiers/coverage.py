@@ -33,7 +33,7 @@ class CoverageModifier(PlanModifier):
         scope: ``layers`` shares the budget among layers, then each part among the layer's experts, as the paper does.
             ``global`` shares it once, among the experts of all layers, by ``intra_layer``: one ``alpha`` for the
             model, or, with ``topk_channel``, the best channels of the model: ``sum_le S_le(N_le)`` at its largest.
-            For scores on one scale, such as ``fisher``. ``inter_layer`` and ``layer_prior`` have no part in it.
+            For scores on one scale: ``fisher``, ``obs``. ``inter_layer`` and ``layer_prior`` have no part in it.
         inter_layer: budgets of layers. ``coverage``, ``uniform``, ``u_shaped`` (more at both ends) or ``loss`` (in
             proportion to the layer's importance).
         intra_layer: widths within a layer. ``coverage``, ``uniform``, ``loss``, ``usage``, ``router_weight`` (in

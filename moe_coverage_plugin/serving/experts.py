@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from loguru import logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 class RaggedExpertsMethod(FusedMoEMethodBase):
     """Experts of one layer, each of its own width, in 16 bits or packed 4 bits; partial sums under tensor parallelism.
 
+    On a GPU they run in our Triton kernels; where those cannot, in plain torch, which is slow and says so.
     vLLM's runner routes before and sums over ranks after.
 
     Args:
@@ -44,6 +47,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         self.widths_E = widths_E
         self.scheme = scheme
         self.router_masked = False
+        self.kernels: Callable[..., torch.Tensor] | None = None
 
     def create_weights(
         self,
@@ -99,6 +103,27 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             router = self._mixture_layers[self.layer_name].router
             mask_router(router, removed, len(self.widths_E), next(layer.parameters()).device)
             self.router_masked = True
+        self._prepare_kernels(layer)
+
+    def _prepare_kernels(self, layer: torch.nn.Module) -> None:
+        """Bring the weights into the kernels' layout, in place, or say why plain torch computes."""
+        local, device, group_size = self.storage.local, next(layer.parameters()).device, self.scheme.group_size
+        if device.type != "cuda":
+            _announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
+            return
+        # a build of vLLM for CPUs need not have Triton
+        from moe_coverage_plugin.serving.kernels import prepare, refusal, run_kernels
+
+        reason = refusal(local.widths_E, local.hidden, group_size, torch.cuda.get_device_capability(device))
+        if reason is not None:
+            _announce_slow_path(reason)
+            return
+        weights = prepare(*self._weights(layer), widths_E=local.widths_E, hidden=local.hidden, group_size=group_size)
+        # what was padded is a copy: nothing may be held twice
+        for name, tensor in zip(self._parameter_names(), weights.tensors, strict=True):
+            if tensor is not None:
+                self.storage.replace_parameter(layer, name, tensor)
+        self.kernels = partial(run_kernels, weights=weights)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:  # noqa: ARG002
         """None of vLLM's kernels runs, so there is nothing to tell them."""
@@ -114,6 +139,9 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         """This rank's part of the routed experts' output, ``[tokens, hidden]``; shared experts are the runner's."""
+        if self.kernels is not None:
+            options = {"activation": self.activation, "weight_on_input": layer.apply_router_weight_on_input}
+            return self.kernels(x, topk_weights, topk_ids, **options)
         return ragged_moe(
             x,
             topk_weights,
@@ -125,11 +153,17 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             weight_on_input=layer.apply_router_weight_on_input,
         )
 
-    def _weights(self, layer: RoutedExperts) -> RaggedWeights:
+    def _weights(self, layer: torch.nn.Module) -> RaggedWeights:
+        return RaggedWeights(*(getattr(layer, name, None) for name in self._parameter_names()))
+
+    def _parameter_names(self) -> tuple[str, ...]:
+        """Names of the layer's parameters in the order of ``RaggedWeights``."""
         tensor = "weight" if self.scheme.bits == 16 else "weight_packed"
-        optional = ("w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
-        return RaggedWeights(
-            getattr(layer, f"w13_{tensor}"),
-            getattr(layer, f"w2_{tensor}"),
-            *(getattr(layer, name, None) for name in optional),
-        )
+        parts = ("w13", "w2")
+        return tuple(f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias") for part in parts)
+
+
+@cache
+def _announce_slow_path(reason: str) -> None:
+    """Once per reason and process, not per layer."""
+    logger.warning(f"Experts of unequal width run in plain torch, many times slower than kernels: {reason}")

@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from moe_coverage_plugin.core.ragged import unit_range
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.parallelism import rank_ranges
 from moe_coverage_plugin.serving.packing import packed_columns
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 
@@ -102,10 +102,7 @@ class ExpertStorage:
             )
         self.name, self.rank = name, rank
         self.projections = dict(zip((GATE, UP, DOWN), projections, strict=True))
-        self.ranges_E = [
-            unit_range(width, scheme.shard_unit, rank, world_size, offset=expert)
-            for expert, width in enumerate(widths_E)
-        ]
+        self.ranges_E = rank_ranges(widths_E, scheme.shard_unit, rank, world_size)
         self.stored = ExpertShapes(tuple(widths_E), hidden, scheme)
         self.local = ExpertShapes(tuple(stop - start for start, stop in self.ranges_E), hidden, scheme)
         self._expected: set[tuple[str, str, int]] = set()
@@ -165,6 +162,19 @@ class ExpertStorage:
             self._matrix(param.data, tensor, shard_id, expert_id).copy_(part)
         self._loaded.add(key)
         return True if return_success else None
+
+    def replace_parameter(self, layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """Put weights in another layout in the place of loaded ones; they cannot be loaded into a second time."""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise CoverageError(
+                f"the experts of {self.name} were rearranged for the kernels and take no new weights: start another "
+                "engine for another checkpoint"
+            )
+
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        parameter.weight_loader = refuse  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
+        layer.register_parameter(name, parameter)
 
     def check_complete(self) -> None:
         """Make sure that every tensor came.

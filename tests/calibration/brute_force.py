@@ -12,7 +12,7 @@ from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from tiny import save_model, token_batches
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import cross_entropy, silu
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AttributionModifier
@@ -44,9 +44,35 @@ def observe(source: Path, dataset: Any = None, attribution: dict[str, Any] | Non
     return modifier.measured
 
 
+def padded_with_prompts(labelled: bool) -> Dataset:
+    """Samples with padding on the right; where asked, with labels that mask the first tokens of each."""
+    dataset = token_batches(samples=4, length=20, padded=True)
+    if not labelled:
+        return dataset
+    labels = []
+    for number, sample in enumerate(dataset):
+        pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
+        labels.append([token if mask and place > number else -100 for place, (token, mask) in enumerate(pairs)])
+    return dataset.add_column("labels", labels)
+
+
 def rows(dataset: Dataset) -> list[dict[str, Tensor]]:
     """The samples of a data set as batches of one."""
     return [{key: torch.tensor([sample[key]]) for key in ("input_ids", "attention_mask")} for sample in dataset]
+
+
+def masked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    target = batch.get("labels", batch["input_ids"]).masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    return cross_entropy(logits.flatten(0, 1).double(), target.flatten(), ignore_index=-100, reduction="sum")
+
+
+def batches_of(dataset: Dataset, size: int) -> list[dict[str, Tensor]]:
+    columns = {name: torch.tensor(dataset[:][name]) for name in dataset.column_names}
+    return [
+        {name: column[start : start + size] for name, column in columns.items()}
+        for start in range(0, len(dataset), size)
+    ]
 
 
 @torch.no_grad()

@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from brute_force import CHANNELS, EXPERTS, LAYERS, observe, open_stock, save_float64
-from datasets import Dataset
+from brute_force import (
+    CHANNELS,
+    EXPERTS,
+    LAYERS,
+    batches_of,
+    masked_loss,
+    observe,
+    open_stock,
+    padded_with_prompts,
+    save_float64,
+)
 from tiny import VOCAB, add_tokenizer, token_batches
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -26,18 +35,6 @@ from moe_coverage_plugin.calibration.observer import BlockObserver
 from moe_coverage_plugin.core.scores import AttributionScores
 
 METRICS = ("fisher", "activation_gradient", "gradient", "snip")
-
-
-def padded_with_prompts(labelled: bool) -> Dataset:
-    """Samples with padding on the right; where asked, with labels that mask the first tokens of each."""
-    dataset = token_batches(samples=4, length=20, padded=True)
-    if not labelled:
-        return dataset
-    labels = []
-    for number, sample in enumerate(dataset):
-        pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
-        labels.append([token if mask and place > number else -100 for place, (token, mask) in enumerate(pairs)])
-    return dataset.add_column("labels", labels)
 
 
 class Factors:
@@ -97,20 +94,6 @@ def looped(block: Any, layer: int, factors: Factors) -> Any:
         return out
 
     return forward
-
-
-def masked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    target = batch.get("labels", batch["input_ids"]).masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
-    return cross_entropy(logits.flatten(0, 1).double(), target.flatten(), ignore_index=-100, reduction="sum")
-
-
-def batches_of(dataset: Dataset, size: int) -> list[dict[str, Tensor]]:
-    columns = {name: torch.tensor(dataset[:][name]) for name in dataset.column_names}
-    return [
-        {name: column[start : start + size] for name, column in columns.items()}
-        for start in range(0, len(dataset), size)
-    ]
 
 
 def assert_equal(scores: AttributionScores, expected: dict[str, Tensor], metric: str) -> None:

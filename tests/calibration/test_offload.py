@@ -26,7 +26,7 @@ def on_disk(source: Path, directory: Path):
     return model
 
 
-@pytest.mark.parametrize("metric", ["activation", "weight_activation", "fisher", "snip"])
+@pytest.mark.parametrize("metric", ["activation", "weight_activation", "fisher", "snip", "obs"])
 def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
     source = save_float64(tmp_path / "model", "qwen2_moe")
     measured = []

@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +11,6 @@ from moe_coverage_plugin.core.ragged import (
     prefix_scores,
     reference_moe,
     sort_descending,
-    unit_range,
 )
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -170,34 +167,3 @@ def test_sort_descending_leaves_its_input_alone() -> None:
     assert torch.equal(values, before)
     transposed = sort_descending(values.T)
     assert transposed.tolist() == [[4.0, 1.0, 0.0], [float("inf"), 4.0, 3.0]]
-
-
-@given(st.integers(0, 3000), st.sampled_from([1, 32, 64, 128]), st.integers(1, 9), st.integers(0, 300))
-def test_unit_ranges_partition_the_channels(width: int, unit: int, world_size: int, offset: int) -> None:
-    ranges = [unit_range(width, unit, rank, world_size, offset) for rank in range(world_size)]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == width
-    assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
-    assert all(start <= stop for start, stop in ranges)
-    # No quantization group is cut, and no rank has over one unit more than another.
-    assert all(start % unit == 0 or start == width for start, _ in ranges)
-    units = [-(-(stop - start) // unit) for start, stop in ranges]
-    assert max(units) - min(units) <= 1
-
-
-@given(st.integers(0, 40), st.integers(1, 8))
-def test_unit_ranges_are_even_over_consecutive_experts(units: int, world_size: int) -> None:
-    load = [0] * world_size
-    for expert in range(world_size):
-        for rank in range(world_size):
-            start, stop = unit_range(units * 32, 32, rank, world_size, expert)
-            load[rank] += stop - start
-    assert load == [units * 32] * world_size
-
-
-def test_unit_range_by_hand() -> None:
-    # 5 groups of 128 on 2 ranks: 3 + 2, and 2 + 3 for the next expert. 4 and a half groups of 64: the half is last.
-    assert [unit_range(640, 128, rank, 2, 0) for rank in range(2)] == [(0, 384), (384, 640)]
-    assert [unit_range(640, 128, rank, 2, 1) for rank in range(2)] == [(0, 256), (256, 640)]
-    assert [unit_range(288, 64, rank, 2, 1) for rank in range(2)] == [(0, 128), (128, 288)]
-    assert [unit_range(128, 128, rank, 4, 2) for rank in range(4)] == [(0, 0), (0, 0), (0, 128), (128, 128)]

@@ -22,6 +22,9 @@ from moe_coverage_plugin import (
     recipe_path,
     recommended_recipe,
 )
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.manifest import SCORES_NAME
 
 W4_MEMBERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
@@ -161,6 +164,44 @@ def test_padding_takes_no_part_in_reconstruction(source: Path):
     padded = compress(source, global_blocks(reconstruct=True), dataset=type(short).from_dict(longer))
     assert widths(plain) == widths(padded)
     torch.testing.assert_close(logits(padded), logits(plain), rtol=1e-3, atol=1e-3)
+
+
+def test_obs_keeps_one_of_two_channels_that_say_the_same(source: Path):
+    """Half of the channels repeat the others; ``fisher`` keeps both of a pair that matters."""
+    dataset = token_batches(samples=48, length=48)
+    ids, original = torch.tensor(dataset["input_ids"][:12]), with_twins(source)
+    errors = {}
+    for metric in ("fisher", "obs"):
+        recipe = global_blocks(reconstruct=True, channel_metric=metric)
+        fitted = compress(with_twins(source), recipe, dataset=dataset, batch_size=8)
+        errors[metric] = hidden_error(fitted, original, ids)
+    assert errors["obs"] < 0.5 * errors["fisher"]
+
+
+@torch.no_grad()
+def with_twins(source: Path):
+    """The model with the first half of the channels of every expert again as its second."""
+    model, half = open_linear(source), CHANNELS // 2
+    for block in find_expert_blocks(model):
+        for mlp in block.mlps:
+            for linear in (mlp.gate_proj, mlp.up_proj):
+                linear.weight[half:] = linear.weight[:half]
+    return model
+
+
+def test_obs_scores_are_kept_and_fed_back(source: Path, tmp_path: Path):
+    path = tmp_path / "scores.bin"
+    recipe = global_blocks(reconstruct=True, channel_metric="obs", save_scores=str(path))
+    measured = compress(source, recipe, output_dir=str(tmp_path / "measured"))
+    fed_back = [AttributionModifier(scores=str(path)), *global_blocks(reconstruct=True)[1:]]
+    again = compress(source, fed_back, output_dir=str(tmp_path / "again"))
+    assert widths(again) == widths(measured)
+    assert sum(map(sum, widths(again))) == LAYERS * EXPERTS * CHANNELS // 2
+    assert torch.equal(logits(again), logits(measured))
+    assert torch.equal(logits(load(tmp_path / "again")), logits(measured))
+    scores, provenance = load_scores(tmp_path / "again" / SCORES_NAME)
+    assert scores.channel_metric == provenance["attribution"]["channel_metric"] == "obs"
+    assert torch.equal(scores.channels_LEI, recipe[0].measured.channels_LEI)
 
 
 def test_reconstruction_in_a_shared_pass_is_refused(source: Path, tmp_path: Path):

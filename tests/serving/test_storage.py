@@ -72,6 +72,17 @@ def test_tensor_that_comes_twice() -> None:
         experts.load(layer, [("weight", UP, 1)])
 
 
+def test_weights_in_another_layout_take_no_new_ones() -> None:
+    experts = RaggedExperts([32, 64])
+    storage, layer = experts.storage()
+    experts.load(layer)
+    other = torch.ones(3, dtype=torch.uint8)
+    storage.replace_parameter(layer, "w2_weight", other)
+    assert dict(layer.named_parameters())["w2_weight"].data_ptr() == other.data_ptr()
+    with pytest.raises(CoverageError, match="were rearranged for the kernels and take no new weights"):
+        experts.load(layer, [("weight", DOWN, 0)])
+
+
 @pytest.mark.parametrize(
     ("key", "shape"),
     [(("weight", GATE, 0), (64, 64)), (("weight", DOWN, 0), (64, 31)), (("weight", UP, 1), (0, 64))],

@@ -1,0 +1,187 @@
+"""Down projection of routed pairs, and the sum of a token's pairs."""
+
+import triton
+import triton.language as tl
+
+from moe_coverage_plugin.serving.kernels.arithmetic import along_rows, along_tokens, rounded
+from moe_coverage_plugin.serving.kernels.products import product, product_of_slots, tile_and_block
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def down_kernel(
+    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, z_ptr,
+    pairs, tiles, hidden, blocks_n, h_stride,
+    WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Routing weight times ``down(h)`` of one tile of pairs, for ``BLOCK_N`` channels of the output.
+
+    The grid is all ``tiles`` times all ``blocks_n``; unused tiles leave at once, and pairs without a tile are not
+    written.
+
+    Args:
+        h_ptr: ``[pairs, h_stride]``, zero from an expert's width up to whole units.
+        w_ptr, scale_ptr, bias_ptr, table_ptr: ``w2`` and its like, see ``KernelWeights``.
+        expert_of_tile_ptr, sorted_ptr: see ``Routing``.
+        routing_weight_ptr: ``[pairs]``, read unless ``WEIGHT_ON_INPUT``.
+        z_ptr: ``[pairs, hidden]``.
+    """
+    tile, block_n = tile_and_block(tl.program_id(0), tiles, blocks_n, GROUP)
+    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    width = tl.load(table_ptr + expert * 4).to(tl.int32)
+    pair_M = tl.load(sorted_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    # empty places compute what is not stored
+    read_M = tl.where(pair_M < pairs, pair_M, 0)
+    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.minimum(n_N, hidden - 1)
+    z = product(
+        (h_ptr + read_M.to(tl.int64) * h_stride)[:, None],
+        read_M,
+        _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
+        _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
+        row_N,
+        block_n * BLOCK_N,
+        _whole_rows(hidden),
+        (width + UNIT - 1) // UNIT * UNIT,
+        BITS, GROUP_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, SCALE_ACC, FAST,
+    )  # fmt: skip
+    if HAS_BIAS:
+        z += along_rows(tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32), SWAP)
+    if not WEIGHT_ON_INPUT:
+        z *= along_tokens(tl.load(routing_weight_ptr + read_M).to(tl.float32), SWAP)
+    z_ptrs = along_tokens(z_ptr + pair_M.to(tl.int64) * hidden, SWAP) + along_rows(n_N, SWAP)
+    mask = along_tokens(pair_M < pairs, SWAP) & along_rows(n_N < hidden, SWAP)
+    tl.store(z_ptrs, rounded(z, z_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_kernel(
+    z_ptr, table_ptr, ids_ptr, y_ptr, hidden, TOP_K: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum of a token's pairs in float32, in the order of its slots; pairs that were given no tile count as zero.
+
+    Args:
+        z_ptr: ``[tokens * TOP_K, hidden]``.
+        table_ptr, ids_ptr: experts' table and the experts of pairs.
+        y_ptr: ``[tokens, hidden]``.
+        MIN_WIDTH: width from which on pairs have tiles, as in ``route``.
+    """
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        pair = (token * TOP_K + slot).to(tl.int64)
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        width = tl.load(table_ptr + expert * 4, mask=expert >= 0, other=-1)
+        limit = tl.where(width >= MIN_WIDTH, hidden, 0)
+        total += tl.load(z_ptr + pair * hidden + column, mask=column < limit, other=0.0).to(tl.float32)
+    y_ptrs = y_ptr + token.to(tl.int64) * hidden + column
+    tl.store(y_ptrs, rounded(total, y_ptr.dtype.element_ty), mask=column < hidden)
+
+
+@triton.jit
+def down_decode_kernel(
+    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
+    TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_N`` channels of one token's output: the weighted sum over its experts, all taken at once.
+
+    Arguments are those of ``down_kernel``; ``ids_ptr`` holds the experts of pairs, ``y_ptr`` is ``[tokens, hidden]``,
+    ``SLOTS`` is ``TOP_K`` or the next power of two.
+    """
+    token, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
+    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.minimum(n_N, hidden - 1)
+    slot_S = tl.arange(0, SLOTS)
+    pair_S = token * TOP_K + slot_S
+    chosen_S = tl.load(ids_ptr + pair_S, mask=slot_S < TOP_K, other=-1).to(tl.int64)
+    expert_S = tl.maximum(chosen_S, 0)
+    # an expert that is not there has no channels to go through
+    width_S = tl.load(table_ptr + expert_S * 4, mask=chosen_S >= 0, other=0).to(tl.int32)
+    sum_SN = product_of_slots(
+        h_ptr + pair_S.to(tl.int64) * h_stride,
+        slot_S,
+        _matrix(w_ptr, table_ptr, expert_S, hidden, BITS, UNIT),
+        _scale(scale_ptr, table_ptr, expert_S, hidden) if BITS == 4 else slot_S,
+        row_N,
+        block_n * BLOCK_N,
+        _whole_rows(hidden),
+        (width_S + UNIT - 1) // UNIT * UNIT,
+        BITS, GROUP_SIZE, SLOTS, BLOCK_N, BLOCK_K, False, False, FAST, STAGES,
+    )  # fmt: skip
+    if HAS_BIAS:
+        sum_SN += tl.load(bias_ptr + (expert_S * hidden)[:, None] + row_N[None, :]).to(tl.float32)
+    if not WEIGHT_ON_INPUT:
+        weight_S = tl.load(routing_weight_ptr + pair_S, mask=slot_S < TOP_K, other=0.0).to(tl.float32)
+        sum_SN *= weight_S[:, None]
+    y = tl.sum(tl.where(chosen_S[:, None] < 0, 0.0, sum_SN), axis=0)
+    y_ptrs = y_ptr + token.to(tl.int64) * hidden + n_N
+    tl.store(y_ptrs, rounded(y, y_ptr.dtype.element_ty), mask=n_N < hidden)
+
+
+@triton.jit
+def down_decode_dot_kernel(
+    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
+    TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """``down_decode_kernel`` on tensor cores: one expert after the other, 16 columns that hold the same token."""
+    token, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
+    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.minimum(n_N, hidden - 1)
+    column_M = tl.arange(0, 16)
+    total = tl.zeros((BLOCK_N, 16), dtype=tl.float32)
+    for slot in range(TOP_K):
+        pair = token * TOP_K + slot
+        chosen = tl.load(ids_ptr + pair).to(tl.int64)
+        expert = tl.maximum(chosen, 0)
+        # an expert that is not there has no channels to go through
+        width = tl.where(chosen < 0, 0, tl.load(table_ptr + expert * 4).to(tl.int32))
+        part = product(
+            (h_ptr + pair.to(tl.int64) * h_stride + 0 * column_M)[:, None],
+            column_M,
+            _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
+            _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
+            row_N,
+            block_n * BLOCK_N,
+            _whole_rows(hidden),
+            (width + UNIT - 1) // UNIT * UNIT,
+            BITS, GROUP_SIZE, 16, BLOCK_N, BLOCK_K, EVEN_K, False, True, SCALE_ACC, FAST,
+        )  # fmt: skip
+        if HAS_BIAS:
+            part += tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32)[:, None]
+        if not WEIGHT_ON_INPUT:
+            part *= tl.load(routing_weight_ptr + pair).to(tl.float32)
+        total += tl.where(chosen < 0, 0.0, part)
+    y_ptrs = y_ptr + token.to(tl.int64) * hidden + n_N
+    mask = (n_N < hidden)[:, None] & (column_M == 0)[None, :]
+    tl.store(y_ptrs[:, None] + 0 * column_M[None, :], rounded(total, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _whole_rows(hidden):
+    """Rows of a packed ``w2``."""
+    return (hidden + 7) // 8 * 8
+
+
+@triton.jit
+def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Where an expert's ``w2`` begins."""
+    unit = tl.load(table_ptr + expert * 4 + 2)
+    if BITS == 16:
+        return w_ptr + unit * UNIT * hidden
+    else:
+        return w_ptr + unit * (UNIT // 2) * _whole_rows(hidden)
+
+
+@triton.jit
+def _scale(scale_ptr, table_ptr, expert, hidden):
+    """Where the scales of an expert's ``w2`` begin."""
+    return scale_ptr + tl.load(table_ptr + expert * 4 + 3) * _whole_rows(hidden)

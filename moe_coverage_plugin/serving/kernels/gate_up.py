@@ -1,0 +1,160 @@
+"""Gate and up projection of routed pairs, and the activation between them."""
+
+import triton
+import triton.language as tl
+
+from moe_coverage_plugin.serving.kernels.arithmetic import activated, along_rows, along_tokens, rounded
+from moe_coverage_plugin.serving.kernels.products import product, product_of_slots, tile_and_block
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def gate_up_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, h_ptr,
+    pairs, tiles, hidden, blocks_n, h_stride,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """``act(gate(x)) * up(x)`` of one tile of pairs, for ``BLOCK_N`` channels of its expert.
+
+    The grid is all ``tiles`` times all ``blocks_n`` of the widest expert; programs without work leave at once.
+    Channels from the width up to whole units are written as zeros, nothing beyond them.
+
+    Args:
+        x_ptr: ``[tokens, hidden]``.
+        w_ptr, scale_ptr, bias_ptr, table_ptr: ``w13`` and its like, see ``KernelWeights``.
+        expert_of_tile_ptr, sorted_ptr: see ``Routing``; if ``DIRECT``, the experts of pairs, each pair its own tile.
+        routing_weight_ptr: ``[pairs]``, read if ``WEIGHT_ON_INPUT``.
+        h_ptr: ``[pairs, h_stride]`` in the type of ``x_ptr``.
+        GROUP: tiles that share a block of weights one after the other, while the cache holds it.
+    """
+    tile, block_n = tile_and_block(tl.program_id(0), tiles, blocks_n, GROUP)
+    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    width = tl.load(table_ptr + expert * 4).to(tl.int32)
+    stored = (width + UNIT - 1) // UNIT * UNIT
+    if block_n * BLOCK_N >= stored:
+        return
+    slot_M = tl.arange(0, BLOCK_M)
+    if DIRECT:
+        pair_M = tl.where(slot_M == 0, tile, pairs)
+        read_M = tile + slot_M * 0
+    else:
+        pair_M = tl.load(sorted_ptr + tile * BLOCK_M + slot_M)
+        # empty places compute what is not stored
+        read_M = tl.where(pair_M < pairs, pair_M, 0)
+    weight_M = slot_M
+    if WEIGHT_ON_INPUT:
+        weight_M = tl.load(routing_weight_ptr + read_M).to(tl.float32)
+    row_R = _rows(block_n, width, stored, BITS, BLOCK_N)
+    acc = product(
+        (x_ptr + (read_M // TOP_K).to(tl.int64) * hidden)[:, None],
+        weight_M,
+        _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
+        _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if BITS == 4 else w_ptr,
+        row_R,
+        block_n * BLOCK_N * 2,
+        stored * 2,
+        hidden,
+        BITS, GROUP_SIZE, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, SCALE_ACC, FAST,
+    )  # fmt: skip
+    if HAS_BIAS:
+        acc += along_rows(_bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N), SWAP)
+    if SWAP:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_N, BLOCK_M))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 8, 2, 8)), (0, 1, 3, 2)))
+        h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_M, BLOCK_N))
+    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = tl.where(along_rows(n_N < width, SWAP), h, 0.0)
+    h_ptrs = along_tokens(h_ptr + pair_M.to(tl.int64) * h_stride, SWAP) + along_rows(n_N, SWAP)
+    mask = along_tokens(pair_M < pairs, SWAP) & along_rows(n_N < stored, SWAP)
+    tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_up_decode_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, h_ptr, hidden, blocks_n, h_stride,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``act(gate(x)) * up(x)`` of one pair, for ``BLOCK_N`` channels of its expert, without dot products.
+
+    Arguments are those of ``gate_up_kernel``; ``ids_ptr`` holds the experts of pairs.
+    """
+    pair, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if expert < 0:
+        return
+    width = tl.load(table_ptr + expert * 4).to(tl.int32)
+    stored = (width + UNIT - 1) // UNIT * UNIT
+    if block_n * BLOCK_N >= stored:
+        return
+    slot_S = tl.zeros((1,), dtype=tl.int32)
+    weight_S = slot_S
+    if WEIGHT_ON_INPUT:
+        weight_S = tl.load(routing_weight_ptr + pair + slot_S).to(tl.float32)
+    sum_SR = product_of_slots(
+        x_ptr + (pair // TOP_K).to(tl.int64) * hidden + slot_S,
+        weight_S,
+        _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT) + slot_S,
+        _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) + slot_S if BITS == 4 else slot_S,
+        _rows(block_n, width, stored, BITS, BLOCK_N),
+        block_n * BLOCK_N * 2,
+        stored * 2,
+        hidden + slot_S,
+        BITS, GROUP_SIZE, 1, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, FAST, STAGES,
+    )  # fmt: skip
+    sum_R = tl.reshape(sum_SR, (2 * BLOCK_N,))
+    if HAS_BIAS:
+        sum_R += _bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N)
+    gate, up = tl.split(tl.permute(tl.reshape(sum_R, (BLOCK_N // 8, 2, 8)), (0, 2, 1)))
+    h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_N,))
+    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = tl.where(n_N < width, h, 0.0)
+    h_ptrs = h_ptr + pair.to(tl.int64) * h_stride + n_N
+    tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=n_N < stored)
+
+
+@triton.jit
+def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Where an expert's ``w13`` begins."""
+    if BITS == 16:
+        return w_ptr + tl.load(table_ptr + expert * 4 + 1) * 2 * hidden
+    else:
+        return w_ptr + tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT) * ((hidden + 31) // 32 * 16)
+
+
+@triton.jit
+def _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr):
+    """Where the scales of an expert's ``w13`` begin."""
+    row = tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT)
+    if GROUP_SIZE == 0:
+        return scale_ptr + row
+    else:
+        return scale_ptr + row * (hidden // GROUP_SIZE)
+
+
+@triton.jit
+def _rows(block_n, width, stored, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of ``w13`` for a block of channels: eight of the gate, the same eight of up, and so on.
+
+    So one product serves both, and each thread holds both of a channel. Packed rows lie in that order.
+    """
+    row = tl.arange(0, 2 * BLOCK_N)
+    if BITS == 16:
+        channel = tl.minimum(block_n * BLOCK_N + row // 16 * 8 + row % 8, width - 1)
+        return row // 8 % 2 * width + channel
+    else:
+        return tl.minimum(block_n * BLOCK_N * 2 + row, 2 * stored - 1)
+
+
+@triton.jit
+def _bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N: tl.constexpr):
+    """Biases in the order of ``_rows``."""
+    places = bias_ptr + tl.load(table_ptr + expert * 4 + 1) * 2 + _rows(block_n, width, width, 16, BLOCK_N)
+    return tl.load(places).to(tl.float32)

@@ -1,0 +1,55 @@
+"""The kernels as one operator that compilers and CUDA graphs take whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.serving.kernels.launch import ragged_experts
+from moe_coverage_plugin.serving.kernels.weights import KernelWeights
+
+
+def run_kernels(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    weights: KernelWeights,
+    activation: str,
+    weight_on_input: bool,
+) -> Tensor:
+    """``ragged_experts`` by way of the operator; arguments and result are the same."""
+    tensors = (weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.w13_bias, weights.w2_bias)
+    numbers = (weights.hidden, weights.width, weights.bits, weights.group_size, weights.unit)
+    routing = (topk_weights_TK, topk_ids_TK)
+    return ragged_moe_kernels(x_TH, *routing, *tensors, weights.table_E4, *numbers, activation, weight_on_input)
+
+
+@torch.library.custom_op("moe_coverage::ragged_moe_kernels", mutates_args=())
+def ragged_moe_kernels(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    table_E4: Tensor,
+    hidden: int,
+    width: int,
+    bits: int,
+    group_size: int,
+    unit: int,
+    activation: str,
+    weight_on_input: bool,
+) -> Tensor:
+    """``ragged_experts`` on the fields of ``KernelWeights``, which an operator cannot take as one."""
+    tensors = (w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    weights = KernelWeights(*tensors, table_E4, hidden, width, bits, group_size, unit)
+    return ragged_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, activation, weight_on_input)
+
+
+@ragged_moe_kernels.register_fake
+def _(x_TH: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x_TH)

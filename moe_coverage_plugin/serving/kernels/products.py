@@ -1,0 +1,254 @@
+"""Products of tokens with rows of weights over all input channels: the inner loops of both projections."""
+
+import triton
+import triton.language as tl
+
+from moe_coverage_plugin.serving.kernels.arithmetic import (
+    accumulator,
+    along_rows,
+    dot_tokens,
+    nibbles,
+    rounded,
+    scaled,
+)
+
+
+@triton.jit
+def product(
+    x_ptrs_M1, weight_M, w_ptr, scale_ptr, row_R, first_row, rows, channels,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows of one expert's matrix times ``BLOCK_M`` tokens.
+
+    Args:
+        x_ptrs_M1: where each token's activations begin.
+        weight_M: factor of each token's activations, if ``WEIGHTED``; the product is rounded to their type.
+        w_ptr, scale_ptr: where the matrix and its scales begin.
+        row_R: rows of a plain matrix, and of scales; none beyond the last.
+        first_row: the first row of a packed matrix, which are read in sequence.
+        rows: of the packed matrix.
+        channels: input channels, which is the distance of rows in a plain matrix.
+        EVEN_K: whether ``BLOCK_K`` divides ``channels``.
+        SCALE_ACC: scale the sum of a step, of which a group must be a multiple; else each weight.
+
+    Returns:
+        float32 in the orientation of ``dot_tokens``.
+    """
+    acc = accumulator(BLOCK_M, ROWS, SWAP)
+    if BITS == 16:
+        column = tl.arange(0, BLOCK_K)
+        w_ptrs = (w_ptr + row_R * channels)[:, None]
+        for k in range(0, channels, BLOCK_K):
+            x = _tokens(x_ptrs_M1, k + column, channels, weight_M, EVEN_K, WEIGHTED)
+            acc = dot_tokens(_plain(w_ptrs, k + column, channels, EVEN_K), x, acc, SWAP)
+    else:
+        DTYPE: tl.constexpr = x_ptrs_M1.dtype.element_ty
+        column = _chunk_columns(BLOCK_K)
+        w_ptrs = _packed_ptrs(w_ptr, first_row, rows, channels, ROWS, BLOCK_K)
+        scale_ptrs = scale_ptr + row_R
+        scale = row_R
+        if GROUP_SIZE > 0:
+            scale = _scales(scale_ptrs, 0, rows, channels, GROUP_SIZE, BLOCK_K)
+        # in bytes of eight rows: 4 for each channel
+        for k4 in range(0, 4 * channels, 4 * BLOCK_K):
+            k = k4 // 4
+            x = _tokens(x_ptrs_M1, k + column, channels, weight_M, EVEN_K, WEIGHTED)
+            w = _unpacked(_packed(w_ptrs, k4, channels, EVEN_K, BLOCK_K), DTYPE, FAST, ROWS, BLOCK_K)
+            if GROUP_SIZE == 0:
+                acc = dot_tokens(w, x, acc, SWAP)
+            elif SCALE_ACC:
+                tl.static_assert(GROUP_SIZE % BLOCK_K == 0, "a sum over several groups cannot be scaled")
+                part = dot_tokens(w, x, accumulator(BLOCK_M, ROWS, SWAP), SWAP)
+                acc += part * along_rows(scale.to(tl.float32), SWAP)
+            else:
+                w = scaled(w, _scale_per_weight(scale, GROUP_SIZE, ROWS, BLOCK_K), FAST)
+                acc = dot_tokens(w, x, acc, SWAP)
+            if GROUP_SIZE > 0:
+                # one step ahead: so small a load is not pipelined by the compiler
+                scale = _scales(scale_ptrs, k + BLOCK_K, rows, channels, GROUP_SIZE, BLOCK_K)
+        if GROUP_SIZE == 0:
+            acc *= along_rows(_scales(scale_ptrs, 0, rows, channels, BLOCK_K, BLOCK_K).to(tl.float32), SWAP)
+    return acc
+
+
+@triton.jit
+def product_of_slots(
+    x_ptr_S, weight_S, w_ptr_S, scale_ptr_S, row_R, first_row, rows, channels_S,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``product`` for a single token per matrix, of several experts at once, without dot products.
+
+    Everything is multiplied and summed in float32. All experts' weights are on their way at the same time.
+
+    Args:
+        x_ptr_S, weight_S: where each expert's activations begin, and their factors if ``WEIGHTED``.
+        w_ptr_S, scale_ptr_S: where the experts' matrices and scales begin.
+        row_R, first_row, rows: as in ``product``, the same of each matrix.
+        channels_S: input channels; 0, the product is zero.
+        STAGES: of the software pipeline, which by itself the compiler makes for dot products only.
+
+    Returns:
+        float32 ``[SLOTS, ROWS]``.
+    """
+    column = tl.arange(0, BLOCK_K)
+    last = tl.max(channels_S)
+    if BITS == 16:
+        w_ptrs = w_ptr_S[:, None, None] + row_R[None, :, None] * channels_S[:, None, None] + column[None, None, :]
+        acc_SRK = tl.zeros((SLOTS, ROWS, BLOCK_K), dtype=tl.float32)
+        for k in tl.range(0, last, BLOCK_K, num_stages=STAGES):
+            x_SK = _slots(x_ptr_S, k + column, channels_S, weight_S, EVEN_K, WEIGHTED)
+            if EVEN_K:
+                w = tl.load(w_ptrs + k)
+            else:
+                inside = (k + column)[None, None, :] < channels_S[:, None, None]
+                w = tl.load(w_ptrs + k, mask=inside, other=0.0)
+            acc_SRK += w.to(tl.float32) * x_SK[:, None, :]
+        return tl.sum(acc_SRK, axis=2)
+    else:
+        DTYPE: tl.constexpr = x_ptr_S.dtype.element_ty
+        CHUNKS: tl.constexpr = BLOCK_K // 32
+        chunk, byte = tl.arange(0, CHUNKS), tl.arange(0, 4 * BLOCK_K)
+        block_B = tl.minimum(first_row // 8 + tl.arange(0, ROWS // 8), rows // 8 - 1)
+        bytes_S = (channels_S + 31) // 32 * 128
+        w_ptrs = w_ptr_S[:, None, None] + block_B[None, :, None] * bytes_S[:, None, None] + byte[None, None, :]
+        row_BI = tl.reshape(row_R, (ROWS // 8, 8))
+        scale_ptrs = scale_ptr_S[:, None, None, None] + row_BI[None, :, None, :]
+        # a sum per chunk, so that a chunk's scale is read once
+        acc = tl.zeros((SLOTS, ROWS // 8, CHUNKS, 8), dtype=tl.float32)
+        for k4 in tl.range(0, 4 * last, 4 * BLOCK_K, num_stages=STAGES):
+            k = k4 // 4
+            x_SK = _slots(x_ptr_S, k + column, channels_S, weight_S, EVEN_K, WEIGHTED)
+            x_low, x_high = _in_order_of_bytes(x_SK, SLOTS, CHUNKS)
+            if EVEN_K:
+                packed = tl.load(w_ptrs + k4)
+            else:
+                inside = (k4 + byte)[None, None, :] < bytes_S[:, None, None]
+                packed = tl.load(w_ptrs + k4, mask=inside, other=0)
+            low, high = nibbles(packed, DTYPE, FAST)
+            low = tl.reshape(low, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
+            high = tl.reshape(high, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
+            part = tl.sum(low * x_low[:, None, :, None, :] + high * x_high[:, None, :, None, :], axis=4)
+            if GROUP_SIZE > 0:
+                channel = k + chunk * 32
+                inside = channel[None, None, :, None] < channels_S[:, None, None, None]
+                places = scale_ptrs + (channel // GROUP_SIZE * rows)[None, None, :, None]
+                part *= tl.load(places, mask=inside, other=0.0).to(tl.float32)
+            acc += part
+        sum_SR = tl.reshape(tl.sum(acc, axis=2), (SLOTS, ROWS))
+        if GROUP_SIZE == 0:
+            inside = (row_R * 0)[None, :] < channels_S[:, None]
+            sum_SR *= tl.load(scale_ptr_S[:, None] + row_R[None, :], mask=inside, other=0.0).to(tl.float32)
+        return sum_SR
+
+
+@triton.jit
+def tile_and_block(program, tiles, blocks_n, GROUP: tl.constexpr):
+    """A program's tile of tokens and block of channels: ``GROUP`` tiles go through all blocks together."""
+    group = program // (GROUP * blocks_n)
+    first = group * GROUP
+    size = tl.minimum(tiles - first, GROUP)
+    within = program % (GROUP * blocks_n)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _tokens(x_ptrs_M1, column_K, channels, weight_M, EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Activations ``[BLOCK_M, BLOCK_K]``, zero from column ``channels`` on."""
+    if EVEN_K:
+        x = tl.load(x_ptrs_M1 + column_K[None, :])
+    else:
+        x = tl.load(x_ptrs_M1 + column_K[None, :], mask=(column_K < channels)[None, :], other=0.0)
+    if WEIGHTED:
+        x = rounded(x.to(tl.float32) * weight_M[:, None], x.dtype)
+    return x
+
+
+@triton.jit
+def _slots(x_ptr_S, column_K, channels_S, weight_S, EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Activations ``[SLOTS, BLOCK_K]`` in float32, zero from column ``channels_S`` on."""
+    places = x_ptr_S[:, None] + column_K[None, :]
+    x = tl.load(places) if EVEN_K else tl.load(places, mask=column_K[None, :] < channels_S[:, None], other=0.0)
+    if WEIGHTED:
+        x = rounded(x.to(tl.float32) * weight_S[:, None], x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _plain(w_ptrs_R1, column_K, channels, EVEN_K: tl.constexpr):
+    """Plain weights ``[ROWS, BLOCK_K]``, zero from column ``channels`` on."""
+    if EVEN_K:
+        return tl.load(w_ptrs_R1 + column_K[None, :])
+    else:
+        return tl.load(w_ptrs_R1 + column_K[None, :], mask=(column_K < channels)[None, :], other=0.0)
+
+
+@triton.jit
+def _packed_ptrs(w_ptr, first_row, rows, channels, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where the bytes of one step are, ``[ROWS / 8, 4 * BLOCK_K]``: blocks of eight rows, 128 bytes to a chunk."""
+    block = tl.minimum(first_row // 8 + tl.arange(0, ROWS // 8), rows // 8 - 1)
+    return w_ptr + (block * ((channels + 31) // 32 * 128))[:, None] + tl.arange(0, 4 * BLOCK_K)[None, :]
+
+
+@triton.jit
+def _packed(w_ptrs, k4, channels, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes of the step at channel ``k4 / 4``. What lies beyond the last chunk meets activations that are zero."""
+    if EVEN_K:
+        return tl.load(w_ptrs + k4)
+    else:
+        inside = k4 + tl.arange(0, 4 * BLOCK_K) < (channels + 31) // 32 * 128
+        return tl.load(w_ptrs + k4, mask=inside[None, :], other=0)
+
+
+@triton.jit
+def _unpacked(packed, DTYPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Unscaled weights ``[ROWS, BLOCK_K]``, in the order of ``_chunk_columns``.
+
+    Bytes lie as the threads of a warp hold the left operand of a matrix instruction, four bytes each in a block of
+    eight rows by 16 columns: this moves nothing between threads.
+    """
+    low, high = nibbles(packed, DTYPE, FAST)
+    # blocks of rows, chunks, rows, threads of a row, halves of eight columns, pairs, low or high
+    parts = tl.reshape(tl.join(low, high), (ROWS // 8, BLOCK_K // 32, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 2, 6, 1, 4, 3, 5)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _chunk_columns(BLOCK_K: tl.constexpr):
+    """Channels of a step over packed weights: the low halves of all its chunks, then the high ones."""
+    column = tl.arange(0, BLOCK_K)
+    return column // 16 % (BLOCK_K // 32) * 32 + column // (BLOCK_K // 2) * 16 + column % 16
+
+
+@triton.jit
+def _in_order_of_bytes(x_SK, SLOTS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Activations for low and for high nibbles, ``[SLOTS, CHUNKS, 16]`` each."""
+    parts = tl.permute(tl.reshape(x_SK, (SLOTS, CHUNKS, 2, 2, 4, 2)), (0, 1, 4, 3, 5, 2))
+    return tl.split(tl.reshape(parts, (SLOTS, CHUNKS, 16, 2)))
+
+
+@triton.jit
+def _scales(scale_ptrs_R, k, rows, channels, GROUP_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales of the step at channel ``k``: ``[ROWS]`` if one group spans the step, else ``[ROWS, chunks]``.
+
+    Zero from channel ``channels`` on: the step after the last one may be asked for.
+    """
+    # numbers are spread before they are compared, for the interpreter cannot spread a condition
+    if GROUP_SIZE % BLOCK_K == 0:
+        inside = tl.zeros(scale_ptrs_R.shape, dtype=tl.int32) + k < channels
+        return tl.load(scale_ptrs_R + k // GROUP_SIZE * rows, mask=inside, other=0.0)
+    else:
+        channel = k + tl.arange(0, BLOCK_K // 32) * 32
+        places = scale_ptrs_R[:, None] + (channel // GROUP_SIZE * rows)[None, :]
+        return tl.load(places, mask=(channel < channels)[None, :], other=0.0)
+
+
+@triton.jit
+def _scale_per_weight(scale, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales of a step in the order of ``_unpacked``."""
+    if GROUP_SIZE % BLOCK_K == 0:
+        return tl.broadcast_to(scale[:, None], (ROWS, BLOCK_K))
+    else:
+        spread = tl.broadcast_to(scale[:, None, :, None], (ROWS, 2, BLOCK_K // 32, 16))
+        return tl.reshape(spread, (ROWS, BLOCK_K))

@@ -1,0 +1,262 @@
+"""Expert weights as the kernels read them, made once from the flat tensors that are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK = 32
+"""Input channels of packed weights that lie together: 16 in low nibbles, the next 16 in high ones."""
+
+ROWS = 8
+"""Rows of packed weights that lie together, as in a matrix instruction's operand."""
+
+ZERO_NIBBLE = 8
+MAX_UNIT, MIN_UNIT = 128, 8
+MIN_CAPABILITY = (8, 0)
+"""The first with bfloat16 and asynchronous copies."""
+
+
+@dataclass(frozen=True)
+class KernelWeights:
+    """Weights of a layer's experts and the table that says where each expert's begin.
+
+    Experts lie end to end. Widths are padded to whole units of ``unit`` channels where that is said.
+
+    Plain weights: ``w13`` is ``[2 N, H]``, gate rows above up rows; ``w2`` is ``[H, N padded]``.
+
+    Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]``, so that neighbouring threads read
+    neighbours. ``w13`` has ``2 N padded`` rows, eight of the gate, the same eight of up, and so on; ``w2`` has ``H``
+    rows padded to whole eights.
+
+    Attributes:
+        w13, w2: flat.
+        w13_scale, w2_scale: flat, of packed weights.
+        w13_bias, w2_bias: flat, ``[2 N]`` and ``[H]`` each, not padded; a removed expert has a down bias.
+        table_E4: int64 rows of width, first channel, first unit, first scale group of ``w2``.
+        hidden: hidden size ``H``.
+        width: the largest width.
+        bits: 16 for plain weights of any floating dtype, or 4.
+        group_size: input channels per scale, 0 for one scale per row.
+        unit: a power of two; 128 where all widths are multiples of it.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    table_E4: Tensor
+    hidden: int
+    width: int
+    bits: int
+    group_size: int
+    unit: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights, scales and biases in the order in which ``prepare`` takes them."""
+        return self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_bias, self.w2_bias
+
+    @property
+    def experts(self) -> int:
+        """Number of experts, removed ones included."""
+        return len(self.table_E4)
+
+    @property
+    def min_width(self) -> int:
+        """Least width at which an expert has something to add: with biases, one of width 0 adds its down bias."""
+        return 1 if self.w2_bias is None else 0
+
+    @property
+    def padded_width(self) -> int:
+        """The largest width in whole units."""
+        return _whole(self.width, self.unit)
+
+
+def refusal(widths_E: Sequence[int], hidden: int, group_size: int | None, capability: tuple[int, int]) -> str | None:
+    """Why the kernels cannot run these experts, ``None`` if they can.
+
+    Args:
+        widths_E: channels of each expert.
+        hidden: hidden size.
+        group_size: input channels per scale, ``None`` without scales or with one per row.
+        capability: of the card.
+    """
+    if capability < MIN_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
+        return f"the kernels need compute capability {needed}, the card has {found}"
+    if group_size and group_size % CHUNK:
+        return f"group size {group_size} is no multiple of {CHUNK}"
+    if 2 * max(widths_E) * hidden >= 2**31:
+        return f"an expert of {max(widths_E)} channels of {hidden} needs 64-bit offsets inside a matrix"
+    return None
+
+
+def prepare(
+    w13: Tensor,
+    w2: Tensor,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    *,
+    widths_E: Sequence[int],
+    hidden: int,
+    group_size: int | None,
+) -> KernelWeights:
+    """Bring the flat tensors of ``ExpertShapes`` into the layout of the kernels.
+
+    Packed weights and scales are **overwritten**; the result shares their memory wherever nothing must be padded, so
+    this may be called once for each time that they were loaded. Plain weights are taken as they are, save ``w2`` where
+    a width is no multiple of 8, which is copied with padded rows.
+
+    Args:
+        w13, w2: plain weights in the dtype of the hidden states, or int32 words.
+        w13_scale, w2_scale: scales of packed weights.
+        w13_bias, w2_bias: biases, where there are any.
+        widths_E: channels of each expert on this rank.
+        hidden: hidden size.
+        group_size: input channels per scale, ``None`` for one scale per row and for plain weights.
+    """
+    assert not group_size or group_size % CHUNK == 0
+    packed = w13_scale is not None
+    unit = CHUNK if packed else _common_unit(widths_E)
+    units_E = [-(-width // unit) for width in widths_E]
+    groups_E = [_groups(width, group_size) for width in widths_E]
+    if packed:
+        assert w2_scale is not None
+        w13, w13_scale = _repack_gate_up(w13, w13_scale, widths_E, hidden, _groups(hidden, group_size))
+        w2, w2_scale = _repack_down(w2, w2_scale, widths_E, hidden, groups_E)
+    elif any(width % unit for width in widths_E):
+        parts = w2.split([hidden * width for width in widths_E])
+        matrices = (part.view(hidden, width) for part, width in zip(parts, widths_E, strict=True))
+        padded_E = [unit * units for units in units_E]
+        w2 = torch.cat([pad(w, (0, n - w.shape[1])).flatten() for w, n in zip(matrices, padded_E, strict=True)])
+    table = zip(widths_E, _starts(widths_E), _starts(units_E), _starts(groups_E), strict=True)
+    return KernelWeights(
+        *(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias),
+        table_E4=torch.tensor(list(table), dtype=torch.int64).to(w13.device),
+        hidden=hidden,
+        width=max(widths_E),
+        bits=4 if packed else 16,
+        group_size=group_size or 0,
+        unit=unit,
+    )
+
+
+def repack_int4(words: Tensor, columns: int) -> Tensor:
+    """Packed words in the order in which the threads of a warp need them.
+
+    In blocks of 8 rows and ``CHUNK`` columns lie 16 bytes for each row, four for each of the four threads that hold
+    this row of a matrix instruction's left operand. Byte ``4 t + 2 h + i`` holds column ``8 h + 2 t + i`` in its low
+    nibble and the column 16 further in its high nibble.
+
+    Args:
+        words: int32 ``[rows, words]``, eight values plus 8 each, the first column in the lowest nibble.
+        columns: values per row; the rest of the last word is not read.
+
+    Returns:
+        uint8 ``[blocks, chunks, 8, 16]``; missing rows and columns are filled with zeros, which are stored as 8.
+    """
+    rows = len(words)
+    bytes_ = words.contiguous().view(torch.uint8)
+    values = torch.stack((bytes_ & 0xF, bytes_ >> 4), dim=-1).view(rows, -1)[:, :columns]
+    values = pad(values, (0, -columns % CHUNK, 0, -rows % ROWS), value=ZERO_NIBBLE)
+    # block, row, chunk, low or high, half h, thread t, pair i
+    parts = values.view(-1, ROWS, values.shape[1] // CHUNK, 2, 2, 4, 2).permute(0, 2, 1, 3, 5, 4, 6)
+    low, high = parts.unbind(3)
+    return (low | (high << 4)).reshape(*parts.shape[:3], 16)
+
+
+def _repack_gate_up(
+    words: Tensor, scale: Tensor, widths_E: Sequence[int], hidden: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """``w13`` and its scales."""
+
+    def interleaved(matrix: Tensor, width: int) -> Tensor:
+        """Rows in eights of gate and up, missing ones zero."""
+        columns = matrix.shape[1]
+        padded = pad(matrix.view(2, width, columns), (0, 0, 0, -width % CHUNK))
+        return padded.view(2, -1, ROWS, columns).transpose(0, 1).reshape(-1, columns)
+
+    def repacked() -> Iterable[tuple[Tensor, Tensor]]:
+        columns = -(-hidden // 8)
+        for w, s, width in zip(
+            words.split([2 * width * columns for width in widths_E]),
+            scale.split([2 * width * groups for width in widths_E]),
+            widths_E,
+            strict=True,
+        ):
+            if width:
+                w_rows = interleaved(w.view(2 * width, columns), width)
+                s_rows = interleaved(s.view(2 * width, groups), width)
+                yield repack_int4(w_rows, hidden), s_rows.t()
+
+    rows = 2 * sum(_whole(width, CHUNK) for width in widths_E)
+    return _fill(words, scale, rows * _whole(hidden, CHUNK) // 2, rows * groups, repacked())
+
+
+def _repack_down(
+    words: Tensor, scale: Tensor, widths_E: Sequence[int], hidden: int, groups_E: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """``w2`` and its scales."""
+
+    def repacked() -> Iterable[tuple[Tensor, Tensor]]:
+        for w, s, width, groups in zip(
+            words.split([hidden * -(-width // 8) for width in widths_E]),
+            scale.split([hidden * groups for groups in groups_E]),
+            widths_E,
+            groups_E,
+            strict=True,
+        ):
+            if width:
+                s_rows = pad(s.view(hidden, groups), (0, 0, 0, -hidden % ROWS))
+                yield repack_int4(w.view(hidden, -1), width), s_rows.t()
+
+    columns = sum(_whole(width, CHUNK) for width in widths_E)
+    rows = _whole(hidden, ROWS)
+    return _fill(words, scale, rows * columns // 2, rows * sum(groups_E), repacked())
+
+
+def _fill(
+    words: Tensor, scale: Tensor, bytes_: int, scales: int, parts: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Parts end to end, in the memory that they come from if they fit: each is made before its place is written."""
+    w = words.view(torch.uint8)
+    w = w if w.numel() == bytes_ else w.new_empty(bytes_)
+    s = scale if scale.numel() == scales else scale.new_empty(scales)
+    w_stop = s_stop = 0
+    for w_part, s_part in parts:
+        w_start, s_start = w_stop, s_stop
+        w_stop, s_stop = w_start + w_part.numel(), s_start + s_part.numel()
+        w[w_start:w_stop] = w_part.flatten()
+        s[s_start:s_stop] = s_part.reshape(-1)
+    assert (w_stop, s_stop) == (bytes_, scales)
+    return w, s
+
+
+def _groups(channels: int, group_size: int | None) -> int:
+    """Scales per row; a matrix without columns has none."""
+    return -(-channels // (group_size or channels)) if channels else 0
+
+
+def _common_unit(widths_E: Sequence[int]) -> int:
+    unit = MAX_UNIT
+    while unit > MIN_UNIT and any(width % unit for width in widths_E):
+        unit //= 2
+    return unit
+
+
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))[:-1]

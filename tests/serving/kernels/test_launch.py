@@ -1,0 +1,173 @@
+import pytest
+import torch
+
+from moe_coverage_plugin.serving.kernels.launch import ragged_experts
+from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan
+from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
+from tests.serving.kernels.random_layers import FEW, MANY, PLANS, SCHEMES, TOP_K, RandomLayer, error
+from tests.serving.random_experts import RaggedExperts
+
+both_paths = pytest.mark.parametrize("plan", [FEW, MANY], ids=["decode", "tiled"])
+
+
+def tells(scheme: str, plan: str) -> bool:
+    """Whether a plan is possible for a scheme, and not the same as another one: scales are of groups."""
+    group_size = SCHEMES[scheme][0].group_size
+    if not group_size:
+        return plan not in ("tiled-swap-weight", "tiled-acc")
+    projections = PLANS[plan].gate_up, PLANS[plan].down
+    if plan == "decode":
+        return True
+    return all(not tiles.scale_acc or group_size % tiles.block_k == 0 for tiles in projections)
+
+
+CASES = [(scheme, plan) for scheme in SCHEMES for plan in PLANS if tells(scheme, plan)]
+
+
+@pytest.mark.parametrize(("scheme", "plan"), CASES)
+def test_equals_reference(device: torch.device, scheme: str, plan: str) -> None:
+    layer = RandomLayer(device, scheme)
+    inputs = layer.inputs(2 if PLANS[plan].path == "decode" else 9)
+    assert error(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.judge(*inputs)) < layer.bound
+
+
+@both_paths
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", ["plain", "group-32"])
+def test_other_dtypes(device: torch.device, scheme: str, dtype: torch.dtype, plan: LaunchPlan) -> None:
+    layer = RandomLayer(device, scheme, dtype)
+    inputs = layer.inputs(3)
+    found = ragged_experts(*inputs, layer.weights, plan=plan)
+    assert found.dtype == dtype
+    assert error(found, layer.judge(*inputs)) < layer.bound
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_default_plan(device: torch.device, tokens: int) -> None:
+    layer = RandomLayer(device, "group-128" if tokens > 1 else "plain-blocks")
+    inputs = layer.inputs(tokens)
+    assert error(ragged_experts(*inputs, layer.weights), layer.judge(*inputs)) < layer.bound
+
+
+@both_paths
+@pytest.mark.parametrize("scheme", ["plain", "channel"])
+def test_biases(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
+    layer = RandomLayer(device, scheme, bias=True)
+    inputs = layer.inputs(3)
+    assert error(ragged_experts(*inputs, layer.weights, plan=plan), layer.judge(*inputs)) < layer.bound
+
+
+@both_paths
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(device: torch.device, activation: str, plan: LaunchPlan) -> None:
+    layer = RandomLayer(device, dtype=torch.float32)
+    inputs = layer.inputs(2)
+    found = ragged_experts(*inputs, layer.weights, activation, plan=plan)
+    assert error(found, layer.judge(*inputs, activation)) < layer.bound
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plan"),
+    [
+        ("plain", "decode"),
+        ("plain", "tiled"),
+        ("group-32", "decode"),
+        ("group-32", "decode-dot"),
+        ("group-32", "tiled-swap"),
+    ],
+)
+def test_weight_on_input(device: torch.device, scheme: str, plan: str) -> None:
+    layer = RandomLayer(device, scheme)
+    inputs = layer.inputs(3)
+    found = ragged_experts(*inputs, layer.weights, weight_on_input=True, plan=PLANS[plan])
+    assert error(found, layer.judge(*inputs, weight_on_input=True)) < layer.bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan"), [(torch.int32, "decode"), (torch.int64, "decode-dot"), (torch.int64, "tiled-swap")]
+)
+def test_experts_that_are_not_there(device: torch.device, dtype: torch.dtype, plan: str) -> None:
+    layer = RandomLayer(device)
+    x_TH, weights_TK, _ = layer.inputs(4)
+    ids_TK = torch.tensor([[-1, 3], [1, -1], [2, 1], [-1, -1]], dtype=dtype, device=device)
+    weights_TK[ids_TK < 0] = torch.nan  # padding may hold anything
+    found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=PLANS[plan])
+    assert error(found, layer.judge(x_TH, weights_TK, ids_TK)) < layer.bound
+    assert not found[1].any()
+    assert not found[3].any()
+
+
+@both_paths
+def test_all_tokens_choose_one_expert_twice(device: torch.device, plan: LaunchPlan) -> None:
+    layer = RandomLayer(device, "group-32")
+    x_TH, weights_TK, _ = layer.inputs(9)
+    ids_TK = torch.full((9, TOP_K), 2, dtype=torch.int32, device=device)
+    found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan)
+    assert error(found, layer.judge(x_TH, weights_TK, ids_TK)) < layer.bound
+
+
+@both_paths
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "channel"])
+def test_ranks_sum_to_the_whole(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
+    # at two ranks, one of them holds nothing of an expert of one unit, and yet may have to add its bias
+    whole = RandomLayer(device, scheme, torch.float32, bias=True)
+    ranks = [RandomLayer(device, scheme, experts=whole.experts, rank=rank, world_size=2) for rank in range(2)]
+    x_TH, weights_TK, ids_TK = whole.inputs(3)
+    found = sum(ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan).cpu() for layer in ranks)
+    assert error(found, whole.judge(x_TH, weights_TK, ids_TK)) < whole.bound
+
+
+@both_paths
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_rank_without_channels(device: torch.device, bias: bool, plan: LaunchPlan) -> None:
+    experts = RaggedExperts([1, 1], 64, dtype=torch.float32, bias=bias)
+    ranks = [RandomLayer(device, experts=experts, rank=rank, world_size=3) for rank in range(3)]
+    assert [layer.weights.width for layer in ranks] == [1, 1, 0]
+    inputs = ranks[0].inputs(2)
+    found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
+    assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
+
+
+@both_paths
+def test_padding_of_rows_meets_zeros(device: torch.device, plan: LaunchPlan) -> None:
+    layer = RandomLayer(device)
+    inputs = layer.inputs(3)
+    expected = ragged_experts(*inputs, layer.weights, plan=plan)
+    stored_E = [-(-width // 8) * 8 for width in layer.experts.widths]
+    hidden = layer.experts.hidden
+    for part, width, stored in zip(
+        layer.weights.w2.split([hidden * stored for stored in stored_E]), layer.experts.widths, stored_E, strict=True
+    ):
+        part.view(hidden, stored)[:, width:] = 1e4
+    assert torch.equal(ragged_experts(*inputs, layer.weights, plan=plan), expected)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    layer = RandomLayer(device)
+    assert ragged_experts(*layer.inputs(0), layer.weights).shape == (0, layer.experts.hidden)
+
+
+@pytest.mark.parametrize("tokens", [17, 33])
+@pytest.mark.parametrize("plan", ["tiled-swap", "tiled"])
+def test_several_tiles_of_an_expert(device: torch.device, tokens: int, plan: str) -> None:
+    layer = RandomLayer(device)
+    inputs = layer.inputs(tokens)
+    assert error(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.judge(*inputs)) < layer.bound
+
+
+@pytest.mark.parametrize("plan", ["decode", "decode-dot", "tiled-swap", "tiled"])
+def test_equal_bits_on_every_run(device: torch.device, plan: str) -> None:
+    layer = RandomLayer(device)
+    inputs = layer.inputs(3)
+    first, second = (ragged_experts(*inputs, layer.weights, plan=PLANS[plan]) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_not_contiguous_inputs(device: torch.device) -> None:
+    layer = RandomLayer(device)
+    x_TH, weights_TK, ids_TK = layer.inputs(3)
+    views = torch.stack([x_TH, x_TH], dim=-1)[..., 0], weights_TK.t().contiguous().t(), ids_TK.t().contiguous().t()
+    found, expected = (
+        ragged_experts(*inputs, layer.weights, plan=FEW) for inputs in (views, (x_TH, weights_TK, ids_TK))
+    )
+    assert torch.equal(found, expected)
