@@ -28,6 +28,11 @@ from moe_coverage_plugin.core.interactions import interaction_terms, obs_scores
 from moe_coverage_plugin.core.statistics import ChannelMetric, segment_sums
 
 
+def obs_bytes(experts: int, channels: int) -> int:
+    """CPU memory that ``obs`` takes for a block of a model in 32 or 16 bit."""
+    return 2 * 4 * experts * channels**2
+
+
 class GradientObserver:
     """Running sums of one block over the gradients at its experts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from compressed_tensors.distributed import is_distributed, is_source_process
 from compressed_tensors.quantization.utils import is_module_quantized
@@ -21,7 +22,7 @@ from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
 from moe_coverage_plugin.calibration.gathering import gather_scores
-from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.gradients import GradientObserver, obs_bytes
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import BlockObserver
@@ -122,6 +123,7 @@ class AttributionModifier(Modifier):
             self._take_scores(self.scores)
         else:
             check_batches(state.data.calib)
+            self._check_memory()
         if self.save_scores is not None:
             check_writable(Path(self.save_scores))
         keep_causal_mask(state.model)
@@ -145,6 +147,19 @@ class AttributionModifier(Modifier):
         if self.ema is not None and is_distributed():
             raise CoverageError(
                 f"ema={self.ema} averages over the order of batches, which ranks do not share: leave it None"
+            )
+
+    def _check_memory(self) -> None:
+        """``obs`` may outgrow the machine, which would end the process in the middle of the pass."""
+        if self.channel_metric != "obs":
+            return
+        experts, channels = uniform_shape(self._blocks)
+        needed = len(self._blocks) * obs_bytes(experts, channels)
+        free = psutil.virtual_memory().available
+        if needed > free:
+            raise CoverageError(
+                f"channel_metric='obs' keeps {needed / 2**30:.2g} GiB of matrices in CPU memory, of which "
+                f"{free / 2**30:.2g} GiB are free: choose 'fisher', or a machine with more memory"
             )
 
     def _refuse_quantized(self) -> None:

@@ -93,6 +93,10 @@ class ChannelPruningModifier(Modifier):
             check_quantizable(state.model)
         self._check_output(state.model, quantized)
         self.requires_calibration_data = self.reconstruct
+        if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:
+            logger.warning(
+                "channel_metric='obs' counts on the fit of reconstruct=True: without it, 'fisher' loses less"
+            )
         if self.reconstruct:
             check_batches(state.data.calib)
         ours = [other for other in (*before, self) if is_ours(other)]

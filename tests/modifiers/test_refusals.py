@@ -8,6 +8,7 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -99,6 +100,13 @@ def test_reap_amid_our_modifiers(pristine: PreTrainedModel, output: Path, positi
 def test_shared_pass_with_a_quantizer(pristine: PreTrainedModel, output: Path, quantizer: type, pipeline: str):
     message = refusal(pristine, [*pruning(), quantizer(**W4_GROUP_64)], output, pipeline=pipeline)
     assert re.search(rf"one calibration pass with {quantizer.__name__}.*pipeline=\"independent\"", message)
+
+
+def test_matrices_that_outgrow_the_memory(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
+    free = namedtuple("Memory", ["available"])(2**10)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    message = refusal(pristine, [AttributionModifier(channel_metric="obs"), *pruning()[1:]], output)
+    assert re.search(r"channel_metric='obs' keeps \S+ GiB .* 9\.5e-07 GiB are free: choose 'fisher'", message)
 
 
 def test_pass_without_data(pristine: PreTrainedModel, output: Path):
