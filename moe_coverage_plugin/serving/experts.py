@@ -109,14 +109,14 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         """Bring the weights into the kernels' layout, in place, or say why plain torch computes."""
         local, device, group_size = self.storage.local, next(layer.parameters()).device, self.scheme.group_size
         if device.type != "cuda":
-            _announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
+            announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
             return
         # a build of vLLM for CPUs need not have Triton
         from moe_coverage_plugin.serving.kernels import prepare, refusal, run_kernels
 
         reason = refusal(local.widths_E, local.hidden, group_size, torch.cuda.get_device_capability(device))
         if reason is not None:
-            _announce_slow_path(reason)
+            announce_slow_path(reason)
             return
         weights = prepare(*self._weights(layer), widths_E=local.widths_E, hidden=local.hidden, group_size=group_size)
         # what was padded is a copy: nothing may be held twice
@@ -164,6 +164,6 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
 
 
 @cache
-def _announce_slow_path(reason: str) -> None:
+def announce_slow_path(reason: str) -> None:
     """Once per reason and process, not per layer."""
     logger.warning(f"Experts of unequal width run in plain torch, many times slower than kernels: {reason}")
