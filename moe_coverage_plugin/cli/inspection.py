@@ -12,13 +12,12 @@ from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
 from moe_coverage_plugin.cli.split_layers import parallel_shape
 from moe_coverage_plugin.parallelism import degrees, imbalance
+from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 HEADERS = (
     *("layer", "channels", "kept", "coverage", "live", "removed", "narrowest", "mean", "widest"),
     *("fewest tokens", "most tokens", "without tokens"),
 )
-PACKED_WORD = 8
-"""Channels in a word of packed weights."""
 SHOWN_IMBALANCE = 0.0005
 MOST_BARS = 16
 BAR_LENGTH = 40
@@ -76,8 +75,8 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 def _imbalance(checkpoint: Checkpoint, degree: int) -> float:
     """By what fraction the fullest rank holds more expert channels than the average one."""
     groups = [weights.get("group_size") for weights in checkpoint.weight_groups]
-    # what cannot part: a group of one scale, a packed word, a channel
-    unit = max([group or PACKED_WORD for group in groups if group is None or group > 0], default=1)
+    schemes = [ExpertScheme(4, group) for group in groups if group is None or group > 0]
+    unit = max((scheme.shard_unit for scheme in schemes), default=ExpertScheme().shard_unit)
     return imbalance(checkpoint.manifest.widths.values(), unit, degree)
 
 

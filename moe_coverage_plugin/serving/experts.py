@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import refuse_options
-from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, RaggedWeights, ragged_moe
+from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
 from moe_coverage_plugin.serving.router import mask_router
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import ExpertStorage
@@ -118,9 +118,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         if reason is not None:
             announce_slow_path(reason)
             return
-        weights = prepare(*self._weights(layer), widths_E=local.widths_E, hidden=local.hidden, group_size=group_size)
+        weights = prepare(
+            *self.storage.parameters(layer), widths_E=local.widths_E, hidden=local.hidden, group_size=group_size
+        )
         # what was padded is a copy: nothing may be held twice
-        for name, tensor in zip(self._parameter_names(), weights.tensors, strict=True):
+        for name, tensor in zip(self.storage.parameter_names, weights.tensors, strict=True):
             if tensor is not None:
                 self.storage.replace_parameter(layer, name, tensor)
         self.kernels = partial(run_kernels, weights=weights)
@@ -146,21 +148,12 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             x,
             topk_weights,
             topk_ids,
-            *self._weights(layer),
+            *self.storage.parameters(layer),
             widths_E=list(self.storage.local.widths_E),
             group_size=self.scheme.group_size or 0,
             activation=self.activation,
             weight_on_input=layer.apply_router_weight_on_input,
         )
-
-    def _weights(self, layer: torch.nn.Module) -> RaggedWeights:
-        return RaggedWeights(*(getattr(layer, name, None) for name in self._parameter_names()))
-
-    def _parameter_names(self) -> tuple[str, ...]:
-        """Names of the layer's parameters in the order of ``RaggedWeights``."""
-        tensor = "weight" if self.scheme.bits == 16 else "weight_packed"
-        parts = ("w13", "w2")
-        return tuple(f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias") for part in parts)
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -131,6 +131,16 @@ class ExpertStorage:
                 parameter.weight_loader = partial(self.load, tensor)  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
                 layer.register_parameter(f"{part}_{tensor}", parameter)
                 self._expected |= {(tensor, shard, expert) for shard in shards for expert in alive}
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of weights, scales and biases, in the order in which forward passes take them; not all need exist."""
+        tensor = "weight" if self.stored.scheme.bits == 16 else "weight_packed"
+        return tuple(f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias") for part in ("w13", "w2"))
+
+    def parameters(self, layer: torch.nn.Module) -> tuple[Any, ...]:
+        """The parameters under these names, ``None`` for those that the layer does not have."""
+        return tuple(getattr(layer, name, None) for name in self.parameter_names)
 
     def load(
         self,

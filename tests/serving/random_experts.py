@@ -78,6 +78,13 @@ class RaggedExperts:
                 parameter.data.fill_(torch.nan)
         return storage, layer
 
+    def loaded(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
+        """The experts of one rank with everything in its place."""
+        storage, layer = self.storage(rank, world_size)
+        self.load(layer)
+        storage.check_complete()
+        return storage, layer
+
     def load(self, layer: torch.nn.Module, keys: Sequence[tuple[str, str, int]] | None = None) -> None:
         """Hand checkpoint tensors to the loaders, as vLLM does."""
         for tensor, shard, expert in self.tensors if keys is None else keys:

@@ -24,13 +24,6 @@ def route(widths: list[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, ids.to(torch.int32)
 
 
-def parameters(experts: RaggedExperts, layer: torch.nn.Module) -> RaggedWeights:
-    tensor = "weight" if experts.scheme.bits == 16 else "weight_packed"
-    optional = ("w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
-    weights = getattr(layer, f"w13_{tensor}"), getattr(layer, f"w2_{tensor}")
-    return RaggedWeights(*weights, *(getattr(layer, name, None) for name in optional))
-
-
 def forward(
     experts: RaggedExperts,
     storage: ExpertStorage,
@@ -45,19 +38,12 @@ def forward(
         x,
         weights,
         ids,
-        *parameters(experts, layer),
+        *storage.parameters(layer),
         widths_E=list(storage.local.widths_E),
         group_size=experts.scheme.group_size or 0,
         activation=activation,
         weight_on_input=weight_on_input,
     )
-
-
-def loaded(experts: RaggedExperts, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
-    storage, layer = experts.storage(rank, world_size)
-    experts.load(layer)
-    storage.check_complete()
-    return storage, layer
 
 
 def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +56,7 @@ def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: t
 def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, bias: bool) -> None:
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(tokens, experts.hidden), route(widths, tokens)
-    found = forward(experts, *loaded(experts), x, weights, ids)
+    found = forward(experts, *experts.loaded(), x, weights, ids)
     torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
 
 
@@ -78,7 +64,7 @@ def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, 
 def test_half_precision(dtype: torch.dtype) -> None:
     experts = RaggedExperts(UGLY, dtype=dtype)
     x, (weights, ids) = torch.randn(64, experts.hidden).to(dtype), route(UGLY, 64)
-    found, expected = forward(experts, *loaded(experts), x, weights, ids), judge(experts, x, weights, ids)
+    found, expected = forward(experts, *experts.loaded(), x, weights, ids), judge(experts, x, weights, ids)
     assert found.dtype == dtype
     # Three roundings to dtype lie between input and output, of values up to the largest output.
     scale = 3 * torch.finfo(dtype).eps * expected.abs().max().item()
@@ -90,14 +76,14 @@ def test_all_tokens_to_the_same_experts(scheme: ExpertScheme, widths: list[int])
     experts = RaggedExperts(widths, scheme=scheme)
     x, (weights, _) = torch.randn(17, experts.hidden), route(widths, 17)
     ids = torch.tensor([[2, 3]]).expand(17, TOP_K)
-    found = forward(experts, *loaded(experts), x, weights, ids)
+    found = forward(experts, *experts.loaded(), x, weights, ids)
     torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens() -> None:
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(0, experts.hidden), route(UGLY, 0)
-    assert forward(experts, *loaded(experts), x, weights, ids).shape == (0, experts.hidden)
+    assert forward(experts, *experts.loaded(), x, weights, ids).shape == (0, experts.hidden)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -106,7 +92,7 @@ def test_no_tokens() -> None:
 def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_size: int, bias: bool) -> None:
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(32, experts.hidden), route(widths, 32)
-    parts = [forward(experts, *loaded(experts, rank, world_size), x, weights, ids) for rank in range(world_size)]
+    parts = [forward(experts, *experts.loaded(rank, world_size), x, weights, ids) for rank in range(world_size)]
     torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
 
 
@@ -117,10 +103,17 @@ def test_same_sum_while_the_routing_is_unknown(
     scheme: ExpertScheme, widths: list[int], bias: bool, weight_on_input: bool
 ) -> None:
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
-    storage, layer = loaded(experts)
+    storage, layer = experts.loaded()
     x, (weights, ids) = torch.randn(16, experts.hidden), route(widths, 16)
     x[3] = 1e30  # experts that this token is not routed to overflow
-    arguments = (x, weights[:, :1], ids[:, :1], parameters(experts, layer), storage.local, ACTIVATIONS["silu"])
+    arguments = (
+        x,
+        weights[:, :1],
+        ids[:, :1],
+        RaggedWeights(*storage.parameters(layer)),
+        storage.local,
+        ACTIVATIONS["silu"],
+    )
     known, unknown = (routed_experts(*arguments, weight_on_input, routing_known) for routing_known in (True, False))
     torch.testing.assert_close(unknown, known, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert unknown[:3].isfinite().all()
@@ -130,7 +123,7 @@ def test_padding_adds_nothing() -> None:
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(8, experts.hidden), route(UGLY, 8)
     ids[5:] = -1
-    found = forward(experts, *loaded(experts), x, weights, ids)
+    found = forward(experts, *experts.loaded(), x, weights, ids)
     torch.testing.assert_close(found[:5], judge(experts, x[:5], weights[:5], ids[:5]), rtol=1e-5, atol=1e-5)
     assert not found[5:].any()
 
@@ -139,7 +132,7 @@ def test_weight_on_input() -> None:
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
     weights, ids = weights[:, :1], ids[:, :1]
-    found = forward(experts, *loaded(experts), x, weights, ids, weight_on_input=True)
+    found = forward(experts, *experts.loaded(), x, weights, ids, weight_on_input=True)
     expected = judge(experts, x * weights, torch.ones_like(weights), ids)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -148,7 +141,7 @@ def test_weight_on_input() -> None:
 def test_activations(activation: str) -> None:
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
-    found = forward(experts, *loaded(experts), x, weights, ids, activation)
+    found = forward(experts, *experts.loaded(), x, weights, ids, activation)
     expected = reference_moe(x, ids, weights, experts.weights, ACTIVATIONS[activation])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -156,13 +149,13 @@ def test_activations(activation: str) -> None:
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
 def test_operator_is_well_formed(scheme: ExpertScheme, widths: list[int]) -> None:
     experts = RaggedExperts(widths, scheme=scheme)
-    storage, layer = loaded(experts)
+    storage, layer = experts.loaded()
     weights, ids = route(widths, 4)
     arguments = (
         torch.randn(4, experts.hidden),
         weights,
         ids,
-        *parameters(experts, layer),
+        *storage.parameters(layer),
         list(storage.local.widths_E),
         scheme.group_size or 0,
         "silu",

@@ -26,13 +26,11 @@ class Routing(NamedTuple):
     Attributes:
         sorted_pairs: int32, ``block_m`` pairs of every tile; the number of pairs marks a place that is empty. Unset
             beyond the last used tile.
-        expert_of_tile: int32, -1 where a tile is not used.
-        tiles: int32 ``[1]``, number of used tiles; they come first.
+        expert_of_tile: int32, -1 where a tile is not used; used ones come first.
     """
 
     sorted_pairs: Tensor
     expert_of_tile: Tensor
-    tiles: Tensor
 
 
 def max_tiles(pairs: int, experts: int, block_m: int) -> int:
@@ -55,7 +53,6 @@ def route_reference(topk_ids_TK: Tensor, widths_E: Tensor, block_m: int, min_wid
     return Routing(
         torch.tensor(places, dtype=torch.int32),
         torch.tensor(experts, dtype=torch.int32),
-        torch.tensor([len(tiles)], dtype=torch.int32),
     )
 
 
@@ -73,7 +70,6 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
     routing = Routing(
         torch.empty(tiles * block_m, dtype=torch.int32, device=device),
         torch.empty(tiles, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
     )
     one_kernel = pairs <= ONE_KERNEL_PAIRS
     pair_block = PAIR_BLOCK if one_kernel else LARGE_PAIR_BLOCK
@@ -145,7 +141,7 @@ def _earlier_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
-    ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_ptr, expert_of_tile_ptr, used_ptr, pairs, tiles,
+    ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_ptr, expert_of_tile_ptr, pairs, tiles,
     ONE_KERNEL: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     COUNT_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -191,5 +187,3 @@ def _place_kernel(
         tile = start + tl.arange(0, TILE_BLOCK)
         finished = tl.sum((tile_stop[None, :] <= tile[:, None]).to(tl.int32), axis=1)
         tl.store(expert_of_tile_ptr + tile, tl.where(tile < used, finished, -1), mask=tile < tiles)
-    if block == 0:
-        tl.store(used_ptr, used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 Path = Literal["decode", "tiled"]
@@ -97,6 +98,7 @@ _PACKED: _Table = (
 _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
 
 
+@cache
 def choose(pairs: int, experts: int, bits: int, group_size: int, itemsize: int = 2) -> LaunchPlan:
     """The plan for a number of pairs.
 

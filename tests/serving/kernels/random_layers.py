@@ -68,14 +68,9 @@ class RandomLayer:
         self.weights = self._prepare(rank, world_size)
 
     def _prepare(self, rank: int, world_size: int) -> KernelWeights:
-        storage, layer = self.experts.storage(rank, world_size)
-        self.experts.load(layer)
-        storage.check_complete()
-        tensor = "weight" if self.experts.scheme.bits == 16 else "weight_packed"
-        names = f"w13_{tensor}", f"w2_{tensor}", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"
-        flat = [getattr(layer, name, None) for name in names]
+        storage, layer = self.experts.loaded(rank, world_size)
         return prepare(
-            *(None if tensor is None else tensor.data.to(self.device) for tensor in flat),
+            *(None if tensor is None else tensor.data.to(self.device) for tensor in storage.parameters(layer)),
             widths_E=storage.local.widths_E,
             hidden=self.experts.hidden,
             group_size=self.experts.scheme.group_size,

@@ -13,6 +13,10 @@ def table(widths_E: list[int], device: torch.device) -> torch.Tensor:
     return table_E4.to(device)
 
 
+def used_tiles(found: routing.Routing) -> int:
+    return int((found.expert_of_tile >= 0).sum())
+
+
 @st.composite
 def routings(draw) -> tuple[torch.Tensor, list[int]]:
     """Experts of tokens, -1 and removed experts among them, and the widths."""
@@ -35,7 +39,7 @@ def test_equals_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch,
         ids_TK, widths_E = sample
         expected = route_reference(ids_TK, torch.tensor(widths_E), block_m, min_width)
         found = route(ids_TK.to(device), table(widths_E, device), block_m, min_width)
-        assert torch.equal(found.tiles.cpu(), expected.tiles)
+        assert used_tiles(found) == used_tiles(expected)
         assert torch.equal(found.expert_of_tile.cpu(), expected.expert_of_tile)
         assert torch.equal(found.sorted_pairs.cpu()[: len(expected.sorted_pairs)], expected.sorted_pairs)
 
@@ -66,4 +70,4 @@ def test_reference_is_what_it_says() -> None:
     found = route_reference(ids_TK, torch.tensor([8, 0, 8]), 2)
     assert found.sorted_pairs.tolist() == [1, 6, 0, 2, 5, 6]
     assert found.expert_of_tile.tolist() == [0, 2, 2, -1]
-    assert found.tiles.tolist() == [3]
+    assert used_tiles(found) == 3
