@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration-windows", type=int, default=96, help="drawn for every run")
     parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--repetitions", type=int, default=3, help="seeds of the tables that repeat calibration")
+    parser.add_argument("--repetitions", type=int, default=3, help="seeds, each with calibration windows of its own")
     parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     parser.add_argument("--tables", default="", help="measure only tables whose key this regular expression finds")

@@ -1,8 +1,10 @@
-"""Where a method is not the best at its size."""
+"""Where a method is not the best at its size; rows that differ by their seed count as one, by their means."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,51 +12,76 @@ from benchmarks.allocation.rows import Row
 from benchmarks.allocation.tables import RECOMMENDED, UNPRUNED
 
 
+@dataclass(frozen=True)
+class Point:
+    """One setting: means over its seeds, of ideal sparse bytes where zeros are unstructured."""
+
+    method: str
+    sparsity: float
+    bits: int
+    bytes: float
+    loss: float
+    sparse: bool
+
+    @property
+    def label(self) -> str:
+        sparsity = "" if self.method == UNPRUNED else f" {self.sparsity:.0%}".replace("%", " %")
+        ideal = ", ideally sparse" if self.sparse else ""
+        return f"{self.method}{sparsity} x {self.bits} bits ({self.bytes / 1e6:.2f} MB{ideal})"
+
+
 def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
-    """Every baseline row whose loss is below that of ``method`` at as many bytes and bits, in words.
+    """Every baseline whose loss is below that of ``method`` at as many bytes and bits, in words.
 
     Between its measured sizes, the unpruned model among them, the loss of ``method`` is interpolated. Unstructured
     zeros count as ideal sparse bytes, in favour of the baseline.
     """
     lines: list[str] = []
-    for bits in sorted({row.bits for row in rows}, reverse=True):
-        curve = sorted(
-            (_size(row), _loss(row)) for row in rows if row.bits == bits and row.method in (method, UNPRUNED)
-        )
+    points = _points(rows)
+    for bits in sorted({point.bits for point in points}, reverse=True):
+        same = [point for point in points if point.bits == bits]
+        curve = sorted((point.bytes, point.loss) for point in same if point.method in (method, UNPRUNED))
         if not curve:  # a comparison that was stopped before it came to the method
             continue
         sizes, losses = zip(*curve, strict=True)
-        for row in rows:
-            if row.bits != bits or row.method in (*RECOMMENDED, UNPRUNED):
+        for point in same:
+            if point.method in (*RECOMMENDED, UNPRUNED):
                 continue
-            ours = float(np.interp(_size(row), sizes, losses))
-            if ours > _loss(row):
-                lines.append(f"{_label(row)}: {_loss(row):.4f} against {ours:.4f}")
+            ours = float(np.interp(point.bytes, sizes, losses))
+            if ours > point.loss:
+                lines.append(f"{point.label}: {point.loss:.4f} against {ours:.4f}")
     return lines
 
 
 def lost_to_other_bits(rows: Sequence[Row], method: str) -> list[str]:
-    """Every row of ``method`` for which a baseline of other bits is no larger and loses less; the best, in words."""
+    """Every size of ``method`` for which a baseline of other bits is no larger and loses less; the best, in words."""
     lines: list[str] = []
-    for ours in (row for row in rows if row.method == method):
+    points = _points(rows)
+    for ours in (point for point in points if point.method == method):
         better = [
-            row
-            for row in rows
-            if row.bits != ours.bits
-            and row.method not in RECOMMENDED
-            and _size(row) <= _size(ours)
-            and _loss(row) < _loss(ours)
+            point
+            for point in points
+            if point.bits != ours.bits
+            and point.method not in RECOMMENDED
+            and point.bytes <= ours.bytes
+            and point.loss < ours.loss
         ]
         if better:
-            best = min(better, key=_loss)
-            lines.append(f"{_label(ours)}, {_loss(ours):.4f}: {_label(best)}, {_loss(best):.4f}")
+            best = min(better, key=lambda point: point.loss)
+            lines.append(f"{ours.label}, {ours.loss:.4f}: {best.label}, {best.loss:.4f}")
     return lines
 
 
-def _label(row: Row) -> str:
-    sparsity = "" if row.method == UNPRUNED else f" {row.sparsity:.0%}".replace("%", " %")
-    ideal = ", ideally sparse" if row.sparse_bytes is not None else ""
-    return f"{row.method}{sparsity} x {row.bits} bits ({_size(row) / 1e6:.2f} MB{ideal})"
+def _points(rows: Sequence[Row]) -> list[Point]:
+    groups: dict[tuple[str, float, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.method, row.sparsity, row.bits), []).append(row)
+    points: list[Point] = []
+    for group in groups.values():
+        first = group[0]
+        size, loss = statistics.mean(map(_size, group)), statistics.mean(map(_loss, group))
+        points.append(Point(first.method, first.sparsity, first.bits, size, loss, first.sparse_bytes is not None))
+    return points
 
 
 def _size(row: Row) -> int:

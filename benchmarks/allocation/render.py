@@ -113,8 +113,8 @@ def _head(rows: Sequence[Row], base: float) -> str:
     seeds = sorted({row.seed for row in rows})
     lines = [
         f"Unpruned: {first.bytes / 1e6 if first.bytes else 0:.2f} MB, loss {base:.4f} ({each}).",
-        f"Calibrated on {'; '.join(calibration)}; drawn with seeds {', '.join(map(str, seeds))} where a table "
-        f"repeats, else with {seeds[0]}.",
+        f"Calibrated on {'; '.join(calibration)}; drawn anew with seeds "
+        f"{', '.join(map(str, seeds))}: means and standard deviations.",
         f"Measured on {'; '.join(_unique(row.evaluation for row in rows))}; in {first.dtype}.",
         f"Machine: {'; '.join(_unique(row.device for row in rows))}.",
         f"Versions: {'; '.join(_unique(_versions(row) for row in rows))}.",
@@ -204,8 +204,7 @@ def _rise(entry: Entry | None, base: float) -> str:
 def _sized(entry: Entry | None, base: float) -> str:
     if entry is None or not entry.measured:
         return _rise(entry, base)
-    row = entry.measured[0]
-    size = row.sparse_bytes or row.bytes or 0
+    size = _mean(row.sparse_bytes or row.bytes for row in entry.measured)
     return f"{_rise(entry, base)} ({size / 1e6:.2f})"
 
 

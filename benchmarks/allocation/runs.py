@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         name: of the model in tables.
-        seeds: tables that repeat calibration take them all, the others the first.
+        seeds: what is calibrated is measured once for each, with windows of its own; the rest once.
         tables: regular expression over their keys; the unpruned model is always measured.
         share: first and step of the missing rows, for several processes that share a comparison, each with a copy
             of one results file to begin with.
@@ -110,7 +110,7 @@ def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, A
     for setting in tables.settings(list(pools)):
         if setting.table != tables.UNPRUNED and not re.search(plan.tables, setting.table):
             continue
-        for seed in plan.seeds if setting.repeated else plan.seeds[:1]:
+        for seed in plan.seeds if setting.calibrated else plan.seeds[:1]:
             if (setting.corpus, seed) not in drawn:
                 drawn[setting.corpus, seed] = text.draw(pools, setting.corpus, plan.calibration_windows, seed)
             calibration = drawn[setting.corpus, seed]

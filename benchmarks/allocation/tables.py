@@ -26,7 +26,6 @@ class Setting:
         sparsity: fraction to remove, of expert channels, or of what the method removes instead.
         corpus: calibration text by name; ``all``: equal parts of every corpus.
         top_k: key of :data:`TOP_K`; ``None`` leaves the routers as they are.
-        repeated: measured once for every seed, each with calibration windows of its own.
     """
 
     table: str
@@ -37,7 +36,11 @@ class Setting:
     bits: int = 16
     corpus: str = ALL_CORPORA
     top_k: str | None = None
-    repeated: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it depends on the calibration windows, which a seed draws."""
+        return self.recipe != Recipe()
 
 
 # experts that a router picks, by how many the model was trained with
@@ -71,42 +74,40 @@ TITLES = {
     "unpruned": ("The unpruned model", ""),
     "main": (
         "Methods at equal bytes",
-        f"Channels in blocks of {BLOCK}. Mean and standard deviation over seeds, each with calibration windows of its "
-        "own. Whole experts come in whole numbers, so their bytes can lie a little above. Wanda only zeroes weights: "
-        "its bytes are those of a dense file, in brackets those of an ideal sparse one (weights that are left, and a "
-        "mask of one bit), which no engine serves.",
+        f"Channels in blocks of {BLOCK}. Whole experts come in whole numbers, so their bytes can lie a little above. "
+        "Wanda only zeroes weights: its bytes are those of a dense file, in brackets those of an ideal sparse one "
+        "(weights that are left, and a mask of one bit), which no engine serves.",
     ),
     "strategies": (
         "Strategies between and inside layers",
         "Rise of the loss. Rows: budgets of layers, or one budget for all experts of the model (global). Columns: "
-        "widths inside a layer, or coverage with each prior. Channels by activation, exact widths, one seed.",
+        "widths inside a layer, or coverage with each prior. Channels by activation, exact widths.",
     ),
-    "metrics": ("Channel metrics", "Exact widths, one seed."),
-    "smoothing": ("Smoothing of importance", "Channels by activation, first order, exact widths, one seed."),
+    "metrics": ("Channel metrics", "Exact widths."),
+    "smoothing": ("Smoothing of importance", "Channels by activation, first order, exact widths."),
     "order": (
         "Expert importance: first against second order",
         "Both in closed form, beside the end-to-end importances of a backward pass. Channels by activation, square "
-        "root, exact widths, one seed.",
+        "root, exact widths.",
     ),
     "alignment": (
         "Alignment to blocks",
         "Remainders by channels (l-r-c) or by removed score (l-r-s), best blocks, and exact widths. What no block can "
-        "use stays unspent, so bytes differ a little. One seed.",
+        "use stays unspent, so bytes differ a little.",
     ),
     "min_width": (
         "Minimum width",
-        f"Narrower experts are removed whole before widths are rounded to blocks of {BLOCK} (l-r-c). One seed.",
+        f"Narrower experts are removed whole before widths are rounded to blocks of {BLOCK} (l-r-c).",
     ),
-    "sweep": ("Sparsity and bits", f"Weights rounded to nearest, symmetric, in groups of {BLOCK}. One seed."),
+    "sweep": ("Sparsity and bits", f"Weights rounded to nearest, symmetric, in groups of {BLOCK}."),
     "corpora": (
         "Calibration corpora",
-        "Every corpus alone, with as many windows; all in equal parts stand in the first table. Mean and standard "
-        "deviation over seeds.",
+        "Every corpus alone, with as many windows; all in equal parts stand in the first table.",
     ),
     "topk": (
         "Experts picked for a token",
         "Routers of the unpruned model, and of the recommended one at 25 %, pick fewer or more experts than they were "
-        "trained to (K). One seed.",
+        "trained to (K).",
     ),
 }
 
@@ -125,7 +126,7 @@ def settings(corpora: Sequence[str]) -> list[Setting]:
 def _main() -> Iterator[Setting]:
     for sparsity in SPARSITIES:
         for name, recipe in METHODS.items():
-            yield Setting("main", name, name, sparsity, recipe(sparsity), repeated=True)
+            yield Setting("main", name, name, sparsity, recipe(sparsity))
 
 
 def _strategies() -> Iterator[Setting]:
@@ -222,7 +223,7 @@ def _corpora(corpora: Sequence[str]) -> Iterator[Setting]:
         for method in ("paper", "recommended", "REAP"):
             for corpus in corpora:
                 recipe = METHODS[method](sparsity)
-                yield Setting("corpora", f"{method}: {corpus}", method, sparsity, recipe, corpus=corpus, repeated=True)
+                yield Setting("corpora", f"{method}: {corpus}", method, sparsity, recipe, corpus=corpus)
 
 
 def _topk() -> Iterator[Setting]:

@@ -71,6 +71,15 @@ def test_repeated_rows_show_mean_and_deviation():
     assert "seeds 0, 1, 2" in text
 
 
+def test_pivots_show_mean_and_deviation_too():
+    losses = {0: 2.1, 1: 2.2, 2: 2.3}
+    both = ("strategies", "uniform / usage"), ("sweep", "paper")
+    rows = [row(table, name, 0.25, 16, loss, seed=seed) for table, name in both for seed, loss in losses.items()]
+    found = cells(section([BASE, *rows]))
+    assert ["uniform", "+0.2000 ± 0.1000"] in found
+    assert ["paper", "+0.2000 ± 0.1000 (16.00)"] in found
+
+
 def test_refused_rows_stand_in_the_table_and_say_why():
     text = section([BASE, refused(row("main", "paper", 0.5, 0, 0), "too few experts: lower it")])
     assert ["paper", "50 %", "16", "", "refused", ""] in cells(text)
@@ -98,6 +107,18 @@ def test_baselines_are_compared_with_the_curve_at_their_bytes():
     ours = ["recommended 25 % x 16 bits (16.00 MB), 2.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     theirs = ["recommended 75 % x 16 bits (8.00 MB), 3.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     assert lost_to_other_bits(SWEEP, "recommended") == ours + theirs
+
+
+def test_seeds_are_compared_by_their_means():
+    ours = [row("sweep", "recommended", 0.5, 12, loss, seed=seed) for seed, loss in enumerate((2.2, 2.4))]
+    reap = [row("sweep", "REAP", 0.5, 12, loss, seed=seed) for seed, loss in enumerate((2.1, 2.4))]
+    assert lost_to_same_bits([*ours, *reap], "recommended") == [
+        "REAP 50 % x 16 bits (12.00 MB): 2.2500 against 2.3000"
+    ]
+    quantized = [row("sweep", "paper", 0.25, 6, loss, bits=4, seed=seed) for seed, loss in enumerate((2.1, 2.3))]
+    assert lost_to_other_bits([*ours, *quantized], "recommended") == [
+        "recommended 50 % x 16 bits (12.00 MB), 2.3000: paper 25 % x 4 bits (6.00 MB), 2.2000"
+    ]
 
 
 def test_sweep_says_where_the_recommended_recipe_loses():

@@ -19,7 +19,7 @@ from benchmarks.allocation.tables import METHODS, Setting
 from benchmarks.allocation.text import Source, Windows
 from moe_coverage_plugin.report.pareto import read_results
 
-TOPK_ROWS = 14
+TOPK_ROWS = 7 + 7 * 2  # the unpruned model once, the recommended one for each seed
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def plan(model_path: Path) -> runs.Plan:
         evaluation=[Source("heldout", model_path / "heldout.txt")],
         calibration_windows=2,
         windows=1,
-        seeds=range(3),
+        seeds=range(2),
         dtype="float32",
         tables="^topk$",
     )
@@ -55,7 +55,7 @@ def test_a_run_goes_on_where_it_was_stopped(plan: runs.Plan, tmp_path: Path):
     assert again[:-1] == complete[:-1]
     assert json.loads(again[-1])["loss"] == json.loads(complete[-1])["loss"]
     # other calibration windows are other rows
-    runs.run(replace(plan, tables="^$", seeds=[1]), torch.device("cpu"), results)
+    runs.run(replace(plan, tables="^$", seeds=[2]), torch.device("cpu"), results)
     assert len(results.read_text().splitlines()) == TOPK_ROWS + 2
 
     assert len(read_results(results)) == TOPK_ROWS + 2
@@ -100,9 +100,12 @@ def common(plan: runs.Plan) -> dict[str, Any]:
 def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
     pools = {"calibration": torch.arange(20 * 512).reshape(20, 512)}
     jobs = runs.plan_jobs(replace(plan, tables="^main$"), pools, common(plan))
-    hashes = {job.seed: job.calibration.sha256 for job in jobs}
-    assert len(hashes) == len(set(hashes.values())) == 3
+    unpruned, *calibrated = jobs
+    hashes = {job.seed: job.calibration.sha256 for job in calibrated}
+    assert len(hashes) == len(set(hashes.values())) == 2
     assert len({rows.key(job.about) for job in jobs}) == len(jobs)
+    assert len(calibrated) == 2 * len({(job.setting.name, job.setting.sparsity) for job in calibrated})
+    assert unpruned.seed == 0
 
 
 def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
