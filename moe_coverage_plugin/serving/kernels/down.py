@@ -14,7 +14,7 @@ def down_kernel(
     WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Routing weight times ``down(h)`` of one tile of pairs, for ``BLOCK_N`` channels of the output.
 
@@ -47,7 +47,7 @@ def down_kernel(
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width + UNIT - 1) // UNIT * UNIT,
-        BITS, GROUP_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, SCALE_ACC, FAST,
+        BITS, GROUP_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, FAST,
     )  # fmt: skip
     if HAS_BIAS:
         z += along_rows(tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32), SWAP)
@@ -130,7 +130,7 @@ def down_decode_dot_kernel(
     h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """``down_decode_kernel`` on tensor cores: one expert after the other, 16 columns that hold the same token."""
     token, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
@@ -153,7 +153,7 @@ def down_decode_dot_kernel(
             block_n * BLOCK_N,
             _whole_rows(hidden),
             (width + UNIT - 1) // UNIT * UNIT,
-            BITS, GROUP_SIZE, 16, BLOCK_N, BLOCK_K, EVEN_K, False, True, SCALE_ACC, FAST,
+            BITS, GROUP_SIZE, 16, BLOCK_N, BLOCK_K, EVEN_K, False, True, FAST,
         )  # fmt: skip
         if HAS_BIAS:
             part += tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32)[:, None]
@@ -168,7 +168,7 @@ def down_decode_dot_kernel(
 @triton.jit
 def _whole_rows(hidden):
     """Rows of a packed ``w2``."""
-    return (hidden + 7) // 8 * 8
+    return (hidden + 15) // 16 * 16
 
 
 @triton.jit

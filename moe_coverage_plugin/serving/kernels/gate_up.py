@@ -14,7 +14,7 @@ def gate_up_kernel(
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """``act(gate(x)) * up(x)`` of one tile of pairs, for ``BLOCK_N`` channels of its expert.
 
@@ -58,7 +58,7 @@ def gate_up_kernel(
         block_n * BLOCK_N * 2,
         stored * 2,
         hidden,
-        BITS, GROUP_SIZE, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, SCALE_ACC, FAST,
+        BITS, GROUP_SIZE, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, FAST,
     )  # fmt: skip
     if HAS_BIAS:
         acc += along_rows(_bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N), SWAP)

@@ -56,7 +56,7 @@ def ragged_experts(
     x_TH, topk_weights_TK, topk_ids_TK = x_TH.contiguous(), topk_weights_TK.contiguous(), topk_ids_TK.contiguous()
     pairs = topk_ids_TK.numel()
     if plan is None:
-        plan = choose(pairs, weights.experts, weights.bits, weights.group_size, x_TH.itemsize)
+        plan = choose(pairs, weights.experts, weights.bits, x_TH.itemsize)
     # rows begin at multiples of 16 channels, which lets them be read in full words
     h_PN = x_TH.new_empty(pairs, -(-weights.padded_width // 16) * 16)
     y_TH = torch.empty_like(x_TH)
@@ -155,7 +155,7 @@ class _Layer:
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
         kernel = down_decode_dot_kernel if tiles.dot else down_decode_kernel
         own = (
-            {"SCALE_ACC": tiles.scale_acc, "EVEN_K": weights.unit % tiles.block_k == 0}
+            {"EVEN_K": weights.unit % tiles.block_k == 0}
             if tiles.dot
             else {"SLOTS": triton.next_power_of_2(self.top_k), "STAGES": tiles.stages}
         )
@@ -170,7 +170,7 @@ class _Layer:
 
     @staticmethod
     def _tiled(block_m: int, tiles: Tiles) -> dict[str, int | bool]:
-        return {"BLOCK_M": block_m, "GROUP": tiles.group, "SWAP": tiles.swap, "SCALE_ACC": tiles.scale_acc}
+        return {"BLOCK_M": block_m, "GROUP": tiles.group, "SWAP": tiles.swap}
 
     def _common(self, x: Tensor, tiles: Tiles) -> dict[str, int | bool]:
         weights = self.weights

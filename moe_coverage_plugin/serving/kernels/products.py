@@ -17,7 +17,7 @@ from moe_coverage_plugin.serving.kernels.arithmetic import (
 def product(
     x_ptrs_M1, weight_M, w_ptr, scale_ptr, row_R, first_row, rows, channels,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, SCALE_ACC: tl.constexpr, FAST: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of one expert's matrix times ``BLOCK_M`` tokens.
 
@@ -25,12 +25,11 @@ def product(
         x_ptrs_M1: where each token's activations begin.
         weight_M: factor of each token's activations, if ``WEIGHTED``; the product is rounded to their type.
         w_ptr, scale_ptr: where the matrix and its scales begin.
-        row_R: rows of a plain matrix, and of scales; none beyond the last.
-        first_row: the first row of a packed matrix, which are read in sequence.
+        row_R: rows of a plain matrix; none beyond the last.
+        first_row: the first row of a packed matrix, which are read in sequence; a multiple of 16.
         rows: of the packed matrix.
         channels: input channels, which is the distance of rows in a plain matrix.
         EVEN_K: whether ``BLOCK_K`` divides ``channels``.
-        SCALE_ACC: scale the sum of a step, of which a group must be a multiple; else each weight.
 
     Returns:
         float32 in the orientation of ``dot_tokens``.
@@ -46,29 +45,18 @@ def product(
         DTYPE: tl.constexpr = x_ptrs_M1.dtype.element_ty
         column = _chunk_columns(BLOCK_K)
         w_ptrs = _packed_ptrs(w_ptr, first_row, rows, channels, ROWS, BLOCK_K)
-        scale_ptrs = scale_ptr + row_R
-        scale = row_R
-        if GROUP_SIZE > 0:
-            scale = _scales(scale_ptrs, 0, rows, channels, GROUP_SIZE, BLOCK_K)
         # in bytes of eight rows: 4 for each channel
         for k4 in range(0, 4 * channels, 4 * BLOCK_K):
             k = k4 // 4
             x = _tokens(x_ptrs_M1, k + column, channels, weight_M, EVEN_K, WEIGHTED)
             w = _unpacked(_packed(w_ptrs, k4, channels, EVEN_K, BLOCK_K), DTYPE, FAST, ROWS, BLOCK_K)
-            if GROUP_SIZE == 0:
-                acc = dot_tokens(w, x, acc, SWAP)
-            elif SCALE_ACC:
-                tl.static_assert(GROUP_SIZE % BLOCK_K == 0, "a sum over several groups cannot be scaled")
-                part = dot_tokens(w, x, accumulator(BLOCK_M, ROWS, SWAP), SWAP)
-                acc += part * along_rows(scale.to(tl.float32), SWAP)
-            else:
-                w = scaled(w, _scale_per_weight(scale, GROUP_SIZE, ROWS, BLOCK_K), FAST)
-                acc = dot_tokens(w, x, acc, SWAP)
             if GROUP_SIZE > 0:
-                # one step ahead: so small a load is not pipelined by the compiler
-                scale = _scales(scale_ptrs, k + BLOCK_K, rows, channels, GROUP_SIZE, BLOCK_K)
+                # weights are scaled, not sums: the compiler only loads ahead what a dot product takes
+                scale = _scales(scale_ptr, first_row, rows, k, channels, GROUP_SIZE, ROWS, BLOCK_K)
+                w = scaled(w, scale, FAST)
+            acc = dot_tokens(w, x, acc, SWAP)
         if GROUP_SIZE == 0:
-            acc *= along_rows(_scales(scale_ptrs, 0, rows, channels, BLOCK_K, BLOCK_K).to(tl.float32), SWAP)
+            acc *= along_rows(_scales_of_rows(scale_ptr, first_row, rows, ROWS).to(tl.float32), SWAP)
     return acc
 
 
@@ -113,8 +101,9 @@ def product_of_slots(
         block_B = tl.minimum(first_row // 8 + tl.arange(0, ROWS // 8), rows // 8 - 1)
         bytes_S = (channels_S + 31) // 32 * 128
         w_ptrs = w_ptr_S[:, None, None] + block_B[None, :, None] * bytes_S[:, None, None] + byte[None, None, :]
-        row_BI = tl.reshape(row_R, (ROWS // 8, 8))
-        scale_ptrs = scale_ptr_S[:, None, None, None] + row_BI[None, :, None, :]
+        place_R = _place_of_scale(row_R)
+        place_BI = tl.reshape(place_R, (ROWS // 8, 8))
+        scale_ptrs = scale_ptr_S[:, None, None, None] + place_BI[None, :, None, :]
         # a sum per chunk, so that a chunk's scale is read once
         acc = tl.zeros((SLOTS, ROWS // 8, CHUNKS, 8), dtype=tl.float32)
         for k4 in tl.range(0, 4 * last, 4 * BLOCK_K, num_stages=STAGES):
@@ -139,7 +128,7 @@ def product_of_slots(
         sum_SR = tl.reshape(tl.sum(acc, axis=2), (SLOTS, ROWS))
         if GROUP_SIZE == 0:
             inside = (row_R * 0)[None, :] < channels_S[:, None]
-            sum_SR *= tl.load(scale_ptr_S[:, None] + row_R[None, :], mask=inside, other=0.0).to(tl.float32)
+            sum_SR *= tl.load(scale_ptr_S[:, None] + place_R[None, :], mask=inside, other=0.0).to(tl.float32)
         return sum_SR
 
 
@@ -229,26 +218,65 @@ def _in_order_of_bytes(x_SK, SLOTS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _scales(scale_ptrs_R, k, rows, channels, GROUP_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales of the step at channel ``k``: ``[ROWS]`` if one group spans the step, else ``[ROWS, chunks]``.
-
-    Zero from channel ``channels`` on: the step after the last one may be asked for.
-    """
-    # numbers are spread before they are compared, for the interpreter cannot spread a condition
-    if GROUP_SIZE % BLOCK_K == 0:
-        inside = tl.zeros(scale_ptrs_R.shape, dtype=tl.int32) + k < channels
-        return tl.load(scale_ptrs_R + k // GROUP_SIZE * rows, mask=inside, other=0.0)
-    else:
-        channel = k + tl.arange(0, BLOCK_K // 32) * 32
-        places = scale_ptrs_R[:, None] + (channel // GROUP_SIZE * rows)[None, :]
-        return tl.load(places, mask=(channel < channels)[None, :], other=0.0)
+def _place_of_scale(row):
+    """Where a row's scale lies within a group: rows 8 apart lie together."""
+    return row // 16 * 16 + row % 8 * 2 + row // 8 % 2
 
 
 @triton.jit
-def _scale_per_weight(scale, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales of a step in the order of ``_unpacked``."""
+def _scales(
+    scale_ptr, first_row, rows, k, channels, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Scales of the step at channel ``k``, spread to ``[ROWS, BLOCK_K]`` in the order of ``_unpacked``."""
     if GROUP_SIZE % BLOCK_K == 0:
-        return tl.broadcast_to(scale[:, None], (ROWS, BLOCK_K))
+        scale_R = _scales_of_rows(scale_ptr + k // GROUP_SIZE * rows, first_row, rows, ROWS)
+        return tl.broadcast_to(scale_R[:, None], (ROWS, BLOCK_K))
     else:
-        spread = tl.broadcast_to(scale[:, None, :, None], (ROWS, 2, BLOCK_K // 32, 16))
+        CHUNKS: tl.constexpr = BLOCK_K // 32
+        channel = k + tl.arange(0, CHUNKS) * 32
+        # what lies beyond the last channel meets activations that are zero
+        group_C = tl.minimum(channel, channels - 1) // GROUP_SIZE
+        scale_RC = _scales_of_groups(scale_ptr, group_C, first_row, rows, ROWS, CHUNKS)
+        spread = tl.broadcast_to(scale_RC[:, None, :, None], (ROWS, 2, CHUNKS, 16))
         return tl.reshape(spread, (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _scales_of_rows(scale_ptr, first_row, rows, ROWS: tl.constexpr):
+    """Scales ``[ROWS]`` of one group. Rows beyond the last have those of others."""
+    if scale_ptr.dtype.element_ty.primitive_bitwidth == 32:
+        row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
+        return tl.load(scale_ptr + _place_of_scale(row))
+    else:
+        low, high = _halves(scale_ptr, _word(first_row, rows, ROWS))
+        pairs = tl.reshape(tl.join(low, high), (ROWS // 16, 8, 2))
+        return tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS,))
+
+
+@triton.jit
+def _scales_of_groups(scale_ptr, group_C, first_row, rows, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """``_scales_of_rows`` of several groups, ``[ROWS, CHUNKS]``."""
+    if scale_ptr.dtype.element_ty.primitive_bitwidth == 32:
+        row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
+        return tl.load(scale_ptr + _place_of_scale(row)[:, None] + (group_C * rows)[None, :])
+    else:
+        word = _word(first_row, rows, ROWS)[:, None] + (group_C * (rows // 2))[None, :]
+        low, high = _halves(scale_ptr, word)
+        pairs = tl.reshape(tl.join(low, high), (ROWS // 16, 8, CHUNKS, 2))
+        return tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (ROWS, CHUNKS))
+
+
+@triton.jit
+def _word(first_row, rows, ROWS: tl.constexpr):
+    """Words of two 16-bit scales."""
+    return tl.minimum(first_row // 2 + tl.arange(0, ROWS // 2), rows // 2 - 1)
+
+
+@triton.jit
+def _halves(scale_ptr, word):
+    """Two 16-bit scales of each word: the compiler loads nothing ahead that is narrower than a word."""
+    DTYPE: tl.constexpr = scale_ptr.dtype.element_ty
+    words = tl.load(scale_ptr.to(tl.pointer_type(tl.uint32)) + word)
+    low = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    return low, high

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -23,7 +23,6 @@ class Tiles:
         stages: of the software pipeline.
         group: tiles of pairs that share a block of weights one after the other. Not in ``decode``.
         swap: weights are the left operand. Not in ``decode``.
-        scale_acc: packed weights: scale the sums of steps, not the weights; ``block_k`` divides the group size.
         dot: ``decode`` alone: multiply on tensor cores.
     """
 
@@ -33,7 +32,6 @@ class Tiles:
     stages: int = 3
     group: int = 1
     swap: bool = True
-    scale_acc: bool = True
     dot: bool = False
 
 
@@ -89,8 +87,8 @@ _PACKED: _Table = (
         float("inf"),
         LaunchPlan(
             "tiled",
-            Tiles(128, 64, 8, 3, group=8, scale_acc=False),
-            Tiles(256, 64, 8, 4, group=8, scale_acc=False),
+            Tiles(128, 64, 8, 3, group=8),
+            Tiles(256, 64, 8, 4, group=8),
             block_m=128,
         ),
     ),
@@ -99,14 +97,13 @@ _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
 
 
 @cache
-def choose(pairs: int, experts: int, bits: int, group_size: int, itemsize: int = 2) -> LaunchPlan:
+def choose(pairs: int, experts: int, bits: int, itemsize: int = 2) -> LaunchPlan:
     """The plan for a number of pairs.
 
     Args:
         pairs: tokens times experts per token.
         experts: number of experts, removed ones included.
         bits: of weights, 16 for plain ones of any dtype.
-        group_size: input channels per scale, 0 for one scale per row.
         itemsize: bytes of a hidden state.
     """
     if itemsize == 4:
@@ -116,16 +113,4 @@ def choose(pairs: int, experts: int, bits: int, group_size: int, itemsize: int =
     else:
         table = _PLAIN if bits == 16 else _PACKED
         plan = next(plan for limit, plan in table if pairs / experts <= limit)
-    if bits == 16:
-        return plan
-    return replace(plan, gate_up=_fit(plan, plan.gate_up, group_size), down=_fit(plan, plan.down, group_size))
-
-
-def _fit(plan: LaunchPlan, tiles: Tiles, group_size: int) -> Tiles:
-    """Steps within a scale group, wherever a step has one scale per row."""
-    if group_size == 0 or (plan.path == "decode" and not tiles.dot):
-        return tiles
-    block_k = tiles.block_k
-    while group_size % block_k:
-        block_k //= 2
-    return replace(tiles, block_k=block_k)
+    return plan

@@ -16,6 +16,9 @@ CHUNK = 32
 ROWS = 8
 """Rows of packed weights that lie together, as in a matrix instruction's operand."""
 
+SCALE_ROWS = 16
+"""Rows whose scales lie together; packed matrices have a multiple of them."""
+
 ZERO_NIBBLE = 8
 MAX_UNIT, MIN_UNIT = 128, 8
 MIN_CAPABILITY = (8, 0)
@@ -30,9 +33,9 @@ class KernelWeights:
 
     Plain weights: ``w13`` is ``[2 N, H]``, gate rows above up rows; ``w2`` is ``[H, N padded]``.
 
-    Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]``, so that neighbouring threads read
-    neighbours. ``w13`` has ``2 N padded`` rows, eight of the gate, the same eight of up, and so on; ``w2`` has ``H``
-    rows padded to whole eights.
+    Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]`` in the order of ``repack_scales``.
+    ``w13`` has ``2 N padded`` rows, eight of the gate, the same eight of up, and so on; ``w2`` has ``H`` rows padded
+    to whole sixteens.
 
     Attributes:
         w13, w2: flat.
@@ -168,11 +171,20 @@ def repack_int4(words: Tensor, columns: int) -> Tensor:
     rows = len(words)
     bytes_ = words.contiguous().view(torch.uint8)
     values = torch.stack((bytes_ & 0xF, bytes_ >> 4), dim=-1).view(rows, -1)[:, :columns]
-    values = pad(values, (0, -columns % CHUNK, 0, -rows % ROWS), value=ZERO_NIBBLE)
+    values = pad(values, (0, -columns % CHUNK, 0, -rows % SCALE_ROWS), value=ZERO_NIBBLE)
     # block, row, chunk, low or high, half h, thread t, pair i
     parts = values.view(-1, ROWS, values.shape[1] // CHUNK, 2, 2, 4, 2).permute(0, 2, 1, 3, 5, 4, 6)
     low, high = parts.unbind(3)
     return (low | (high << 4)).reshape(*parts.shape[:3], 16)
+
+
+def repack_scales(scale: Tensor) -> Tensor:
+    """Scales ``[rows, groups]`` as ``[groups, rows]``, in sixteen rows each one beside that of the eighth row after.
+
+    A thread needs both, and reads them as one word where they have 16 bits.
+    """
+    rows, groups = scale.shape
+    return scale.t().reshape(groups, rows // SCALE_ROWS, 2, ROWS).transpose(2, 3).reshape(groups, rows)
 
 
 def _repack_gate_up(
@@ -197,7 +209,7 @@ def _repack_gate_up(
             if width:
                 w_rows = interleaved(w.view(2 * width, columns), width)
                 s_rows = interleaved(s.view(2 * width, groups), width)
-                yield repack_int4(w_rows, hidden), s_rows.t()
+                yield repack_int4(w_rows, hidden), repack_scales(s_rows)
 
     rows = 2 * sum(_whole(width, CHUNK) for width in widths_E)
     return _fill(words, scale, rows * _whole(hidden, CHUNK) // 2, rows * groups, repacked())
@@ -217,11 +229,11 @@ def _repack_down(
             strict=True,
         ):
             if width:
-                s_rows = pad(s.view(hidden, groups), (0, 0, 0, -hidden % ROWS))
-                yield repack_int4(w.view(hidden, -1), width), s_rows.t()
+                w_rows, s_rows = w.view(hidden, -1), s.view(hidden, groups)
+                yield repack_int4(w_rows, width), repack_scales(pad(s_rows, (0, 0, 0, -hidden % SCALE_ROWS)))
 
     columns = sum(_whole(width, CHUNK) for width in widths_E)
-    rows = _whole(hidden, ROWS)
+    rows = _whole(hidden, SCALE_ROWS)
     return _fill(words, scale, rows * columns // 2, rows * sum(groups_E), repacked())
 
 

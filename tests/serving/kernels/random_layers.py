@@ -16,19 +16,12 @@ TOP_K = 2
 # Every constant that changes what a kernel computes, both ways, in sizes that a test can afford.
 PLANS = {
     "decode": LaunchPlan("decode", Tiles(64, 128), Tiles(64, 64, stages=1)),
-    "decode-dot": LaunchPlan("decode", Tiles(64, 32, dot=True), Tiles(64, 64, scale_acc=False, dot=True)),
+    "decode-dot": LaunchPlan("decode", Tiles(64, 32, dot=True), Tiles(64, 64, dot=True)),
     "tiled-swap": LaunchPlan("tiled", Tiles(64, 32, group=2), Tiles(128, 32), block_m=16),
-    "tiled-swap-weight": LaunchPlan(
-        "tiled", Tiles(32, 64, scale_acc=False), Tiles(64, 64, group=3, scale_acc=False), block_m=32
-    ),
+    "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group=3), block_m=32),
     "tiled": LaunchPlan(
-        "tiled",
-        Tiles(64, 64, group=2, swap=False, scale_acc=False),
-        Tiles(64, 64, swap=False, scale_acc=False),
-        block_m=32,
-        wide_sum=True,
+        "tiled", Tiles(64, 64, group=2, swap=False), Tiles(64, 64, swap=False), block_m=32, wide_sum=True
     ),
-    "tiled-acc": LaunchPlan("tiled", Tiles(64, 32, swap=False), Tiles(64, 32, swap=False), block_m=16),
 }
 FEW = PLANS["decode"]
 MANY = PLANS["tiled-swap"]

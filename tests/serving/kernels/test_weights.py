@@ -30,7 +30,7 @@ def test_repacking_keeps_every_value(rows: int, columns: int, seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=generator)
     packed = repack_int4(pack_to_int32(values, num_bits=4), columns)
-    assert packed.shape == (-(-rows // 8), -(-columns // 32), 8, 16)
+    assert packed.shape == (-(-rows // 16) * 2, -(-columns // 32), 8, 16)
     assert torch.equal(unpack(packed, rows, columns), values)
     # what was filled in is zero
     assert int((packed & 0xF).long().sum() + (packed >> 4).long().sum()) == int(
@@ -69,7 +69,8 @@ def test_order_of_gate_and_up() -> None:
             row = channel // 8 * 16 + half * 8 + channel % 8
             expected = repack_int4(gate_up[1][half, channel].view(1, -1), hidden)[0, :, 0]
             assert torch.equal(second[row // 8, :, row % 8], expected)
-            assert torch.equal(weights.w13_scale[256:].view(2, 64)[:, row], scales[1][half, channel])
+            place = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+            assert torch.equal(weights.w13_scale[256:].view(2, 64)[:, place], scales[1][half, channel])
 
 
 def test_plain_weights_are_taken_as_they_are(device: torch.device) -> None:

@@ -1,0 +1,137 @@
+"""Checkpoints without weights: what an engine reads of a model before it fills the parameters at random."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_coverage_plugin.manifest import CONFIG_KEY, Manifest
+
+# Qwen3-30B-A3B, under the names of its config.json
+FULL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+SMALL: dict[str, Any] = FULL | {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+
+BLOCKS = 6
+"""Blocks of channels in an unpruned expert. Each is one quantization group, 128 channels in the full shape."""
+
+KEPT_BLOCKS = 4.5
+"""Mean of a pruned expert: a quarter of the channels is gone."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to store the model: ``bits`` of attention and expert weights, and whether experts are pruned."""
+
+    bits: int
+    pruned: bool
+
+
+VARIANTS: dict[str, Variant] = {
+    "stock4": Variant(4, pruned=False),
+    "ours4": Variant(4, pruned=True),
+    "stock16": Variant(16, pruned=False),
+    "ours16": Variant(16, pruned=True),
+}
+
+
+def random_widths(layers: int, experts: int, width: int, seed: int) -> list[list[int]]:
+    """Channels of every expert: whole blocks, at least one, three quarters of all ``layers * experts * width``.
+
+    Every expert keeps one block; the others are dealt at random over the model, so that widths spread over all
+    numbers of blocks as in a plan over the whole model.
+
+    Args:
+        layers, experts: of the model.
+        width: of an unpruned expert, a multiple of ``BLOCKS``.
+        seed: of the draw.
+    """
+    free = BLOCKS - 1
+    kept = round(layers * experts * (KEPT_BLOCKS - 1))
+    chosen = torch.randperm(layers * experts * free, generator=torch.Generator().manual_seed(seed))[:kept]
+    blocks_LE = 1 + torch.bincount(chosen // free, minlength=layers * experts).view(layers, experts)
+    return (blocks_LE * (width // BLOCKS)).tolist()
+
+
+def write_checkpoint(directory: Path, shape: dict[str, Any], variant: Variant, seed: int) -> None:
+    """Write ``config.json`` of one variant; there are no weights and no tokenizer.
+
+    Args:
+        directory: to be made.
+        shape: the unpruned model, ``FULL`` or ``SMALL``, possibly with fewer layers.
+        variant: how it is stored.
+        seed: of the widths of pruned experts.
+    """
+    config = dict(shape)
+    width = shape["moe_intermediate_size"]
+    quantization = _quantization(variant.bits, group_size=width // BLOCKS)
+    if variant.pruned:
+        widths_LE = random_widths(shape["num_hidden_layers"], shape["num_experts"], width, seed)
+        widths = {f"model.layers.{layer}.mlp.experts": widths_E for layer, widths_E in enumerate(widths_LE)}
+        manifest = Manifest("ragged", width, widths, block_size=width // BLOCKS, provenance={"random": seed})
+        quantization[CONFIG_KEY] = manifest.to_entry()
+        config["moe_intermediate_size"] = manifest.declared_width
+    if variant.bits == 4 or variant.pruned:
+        config["quantization_config"] = quantization
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _quantization(bits: int, group_size: int) -> dict[str, Any]:
+    """What the toolkit writes for W4A16 of all linear layers but the routers and the head, or for no quantizer."""
+    if bits == 16:
+        return {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": None,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "pack-quantized"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
