@@ -32,8 +32,8 @@ class Plan:
         name: of the model in tables.
         seeds: what is calibrated is measured once for each, with windows of its own; the rest once.
         tables: regular expression over their keys; the unpruned model is always measured.
-        share: first and step of the missing rows, for several processes that share a comparison, each with a copy
-            of one results file to begin with.
+        share: which part of the missing rows and of how many, for several processes that share a comparison, each
+            with a copy of one results file to begin with.
     """
 
     name: str
@@ -82,11 +82,10 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
         "dtype": plan.dtype,
         "versions": rows.versions(),
     }
-    first, step = plan.share
     jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common)
     known = {row.key for row in rows.resume(results)}
     missing = [job for job in jobs if rows.key(job.about) not in known]
-    todo = missing[first::step]
+    todo = share_of(missing, *plan.share)
     print(f"{len(jobs)} rows, {len(missing)} of them not in {results}, {len(todo)} to measure here", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         pristine = open_linear(plan.model, getattr(torch, plan.dtype), device)
@@ -96,6 +95,12 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
             rows.append_row(results, row)
             found = f"refused: {row.refusal}" if row.loss is None else f"loss {row.loss:.4f}"
             print(f"{number}/{len(todo)} {job.label} | {found} | {row.seconds:.1f} s", flush=True)
+
+
+def share_of(jobs: Sequence[Job], part: int, parts: int) -> list[Job]:
+    """Part ``part`` of ``parts``: those of one calibration lie together, so that few processes score it."""
+    ordered = sorted(jobs, key=lambda job: (job.setting.corpus, job.seed))
+    return ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
 
 
 def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, Any]) -> list[Job]:

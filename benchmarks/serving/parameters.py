@@ -19,30 +19,34 @@ SMALL_BYTES = 2**20
 def fill_at_random(model: Any, seed: int) -> None:
     """Give a loaded model the weights of an untrained one, in whatever layout its kernels want them.
 
-    vLLM's own random weights leave packed words as the memory was, and are so small that routers tell experts apart
-    by rounding alone. Here all bits of packed words are random, scales and plain weights keep the size of hidden
-    states, norms are 1. In place, so that captured graphs see it.
+    vLLM's own random weights are the same in every layer and leave packed words as the memory was; cards draw less
+    power on zeros, and run faster. Here all bits of packed words are random, scales and plain weights keep the size
+    of hidden states, norms are 1. In place, so that captured graphs see it.
 
     Args:
         model: a vLLM model after loading.
         seed: every parameter has its own, derived from it.
     """
     deviation = model.config.hidden_size**-0.5
+    # attention of random weights averages over a sequence; if that outgrew the embeddings, its tokens would look
+    # alike after a few layers and be routed alike
+    embedding_deviation = 2 * model.config.num_hidden_layers**0.5
     for number, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator(parameter.device).manual_seed(seed + number)
-        if name.endswith("weight_packed"):
-            least, most = torch.iinfo(parameter.dtype).min, torch.iinfo(parameter.dtype).max
-            parameter.random_(least, most + 1, generator=generator)
-        elif not parameter.is_floating_point():
-            assert parameter.nbytes < SMALL_BYTES, f"{name} holds weights that were not filled"
+        if not parameter.is_floating_point():
+            # shapes and orders of columns are integers too; some releases give packed words a second name
+            if name.endswith(("weight_packed", "weight")):
+                limits = torch.iinfo(parameter.dtype)
+                parameter.random_(limits.min, limits.max + 1, generator=generator)
+            else:
+                assert parameter.nbytes < SMALL_BYTES, f"{name} may hold weights, and was not filled"
         elif name.endswith("scale"):
             typical = deviation / NIBBLE_DEVIATION
             parameter.uniform_(0.5 * typical, 1.5 * typical, generator=generator)
         elif "norm" in name:
             parameter.fill_(1)
         else:
-            # embeddings as large as hidden states are after a norm, lest all tokens look alike after a few layers
-            parameter.normal_(0, 1 if "embed_tokens" in name else deviation, generator=generator)
+            parameter.normal_(0, embedding_deviation if "embed_tokens" in name else deviation, generator=generator)
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
@@ -52,10 +56,7 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 
 
 def loading_bytes(worker: Any) -> int:
-    """vLLM's own figure: what its device held more of after the model was loaded than before.
-
-    On a CPU it is the memory of the whole machine and says nothing.
-    """
+    """vLLM's own figure: what its device held more of after the model was loaded than before."""
     return int(worker.model_runner.model_memory_usage)
 
 
@@ -65,24 +66,19 @@ def expert_methods(model: torch.nn.Module) -> list[str]:
     return sorted({type(getattr(module, "quant_method", None)).__name__ for module in routed})
 
 
-def watch_routing(model: torch.nn.Module) -> None:
-    """Have every router keep the experts that it chose last.
+def watch_routing(model: torch.nn.Module, tokens: int) -> None:
+    """Have every router keep what it chose for the first ``tokens`` tokens of the last batch of at least so many.
 
     Routers run in Python only where no graph is replayed: for more tokens than the largest graph takes.
     """
     for router in _routers(model):
-        router.select_experts = _remembering(router)
+        router.select_experts = _remembering(router, tokens)
 
 
-def distinct_experts(model: torch.nn.Module, tokens: int) -> float | None:
-    """Experts that the first ``tokens`` tokens of the last batch were sent to, mean over layers.
-
-    ``None`` if no router ran where it can be watched.
-    """
-    seen = [router.last_ids for router in _routers(model) if router.last_ids is not None]
-    if not seen:
-        return None
-    return sum(len(ids_TK[:tokens].unique()) for ids_TK in seen) / len(seen)
+def distinct_experts(model: torch.nn.Module) -> float | None:
+    """How many experts these tokens were sent to, mean over layers; ``None`` if no router could be watched."""
+    counts = [len(router.watched_ids.unique()) for router in _routers(model) if router.watched_ids is not None]
+    return sum(counts) / len(counts) if counts else None
 
 
 def _routers(model: torch.nn.Module) -> list[Any]:
@@ -91,12 +87,13 @@ def _routers(model: torch.nn.Module) -> list[Any]:
     return [router for router in routers.values() if hasattr(router, "select_experts")]
 
 
-def _remembering(router: Any) -> Any:
-    select_experts, router.last_ids = router.select_experts, None
+def _remembering(router: Any, tokens: int) -> Any:
+    select_experts, router.watched_ids = router.select_experts, None
 
     def select(*args: Any, **kwargs: Any) -> Any:
-        weights, ids_TK = select_experts(*args, **kwargs)
-        router.last_ids = ids_TK.clone()
-        return weights, ids_TK
+        weights_TK, ids_TK = select_experts(*args, **kwargs)
+        if len(ids_TK) >= tokens:
+            router.watched_ids = ids_TK[:tokens].clone()
+        return weights_TK, ids_TK
 
     return select

@@ -13,9 +13,10 @@ import platform
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from benchmarks.serving import parameters
+from moe_coverage_plugin.manifest import CoverageError
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 64, 256)
 DECODE_REPETITIONS = 3
 PREFILL_REPETITIONS = 5
 ROUTED_TOKENS = 64
+RAGGED_METHOD = "RaggedExpertsMethod"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Request:
 
     Attributes:
         checkpoint: directory with ``config.json``.
+        ragged: whether this plugin must serve it.
         batches: sequences that decode together.
         prompt: tokens of their prompts.
         new: tokens that each of them decodes after the first.
@@ -46,6 +50,7 @@ class Request:
     """
 
     checkpoint: str
+    ragged: bool
     batches: tuple[int, ...]
     prompt: int
     new: int
@@ -75,19 +80,21 @@ class Bench:
             compilation_config={"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, *request.batches})},
         )
         self.startup_seconds = time.perf_counter() - start
+        (self.expert_methods,) = self.llm.apply_model(parameters.expert_methods)
+        check_method(request.ragged, self.expert_methods)
         self.llm.apply_model(partial(parameters.fill_at_random, seed=request.seed))
         self.generator = torch.Generator().manual_seed(request.seed)
         self.vocabulary = self.llm.model_config.get_vocab_size()
 
     def measure(self) -> dict[str, Any]:
         """All figures of this checkpoint; bytes, seconds, tokens per second."""
-        (loading,) = self.llm.collective_rpc(parameters.loading_bytes)
+        # the CPU's runner does not measure it
+        (loading,) = [None] if current_platform.is_cpu() else self.llm.collective_rpc(parameters.loading_bytes)
         (held,) = self.llm.apply_model(parameters.parameter_bytes)
-        (methods,) = self.llm.apply_model(parameters.expert_methods)
         return {
-            "experts_run_by": methods,
+            "experts_run_by": self.expert_methods,
             "startup_seconds": self.startup_seconds,
-            "loading_bytes": None if current_platform.is_cpu() else loading,
+            "loading_bytes": loading,
             "parameter_bytes": held,
             "decode": [self.decode(batch) for batch in self.request.batches],
             "prefill": self.prefill(),
@@ -116,9 +123,9 @@ class Bench:
 
     def routing(self) -> dict[str, Any]:
         """Experts of a layer that 64 tokens hit, and how many they would if every choice were equally likely."""
-        self.llm.apply_model(parameters.watch_routing)
+        self.llm.apply_model(partial(parameters.watch_routing, tokens=ROUTED_TOKENS))
         self.seconds(1, self.request.prefill, 1)
-        (found,) = self.llm.apply_model(partial(parameters.distinct_experts, tokens=ROUTED_TOKENS))
+        (found,) = self.llm.apply_model(parameters.distinct_experts)
         config = self.llm.model_config.hf_config
         missed = (1 - config.num_experts_per_tok / config.num_experts) ** ROUTED_TOKENS
         return {"tokens": ROUTED_TOKENS, "distinct_experts": found, "if_even": config.num_experts * (1 - missed)}
@@ -143,20 +150,36 @@ class Bench:
         assert all(math.isfinite(found.logprob) for found in logprobs[0].values()), f"log-probabilities {logprobs}"
 
 
+def check_method(ragged: bool, found: list[str]) -> None:
+    """Make sure that the plugin serves what is ragged, and nothing else.
+
+    Without weights there is no tensor at which stock vLLM would stop, and it would time the declared width.
+
+    Raises:
+        CoverageError: with what runs the experts.
+    """
+    if ragged != (found == [RAGGED_METHOD]):
+        raise CoverageError(
+            f"the experts of a {'ragged' if ragged else 'stock'} checkpoint are run by {', '.join(found)}: install "
+            "this package where vLLM finds its entry point, and let VLLM_PLUGINS allow it"
+        )
+
+
 def environment() -> dict[str, Any]:
     """The card and versions."""
     card = f"{platform.machine()} CPU" if current_platform.is_cpu() else current_platform.get_device_name()
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     for package in ("moe-coverage-plugin", "transformers", "triton"):
-        versions[package] = version(package)
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return {"card": card, "versions": versions}
 
 
 def main() -> None:
-    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
-    bench = Bench(request)
+    where = environment()
+    bench = Bench(Request(**json.loads(Path(sys.argv[1]).read_text())))
     bench.check_finite()
-    Path(sys.argv[2]).write_text(json.dumps({"environment": environment(), "figures": bench.measure()}))
+    Path(sys.argv[2]).write_text(json.dumps({"environment": where, "figures": bench.measure()}))
 
 
 if __name__ == "__main__":

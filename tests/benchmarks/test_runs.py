@@ -126,6 +126,10 @@ def test_shares_that_are_none(argument: str):
         parse_share(argument)
 
 
-def test_shares_are_all_rows_once():
-    first, second = parse_share("1/2"), parse_share("2/2")
-    assert sorted([*range(7)[first[0] :: first[1]], *range(7)[second[0] :: second[1]]]) == list(range(7))
+def test_shares_are_all_rows_once(plan: runs.Plan):
+    pools = {name: torch.arange(20 * 512).reshape(20, 512) for name in ("c4", "wiki")}
+    jobs = runs.plan_jobs(replace(plan, tables="^corpora$"), pools, common(plan))
+    shares = [runs.share_of(jobs, *parse_share(f"{number}/4")) for number in (1, 2, 3, 4)]
+    assert sorted(job.label for share in shares for job in share) == sorted(job.label for job in jobs)
+    # two corpora by two seeds, and the unpruned row
+    assert max(len({(job.setting.corpus, job.seed) for job in share}) for share in shares) <= 2

@@ -34,13 +34,13 @@ def down_kernel(
         return
     width = tl.load(table_ptr + expert * 4).to(tl.int32)
     pair_M = tl.load(sorted_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    # empty places compute what is not stored
-    read_M = tl.where(pair_M < pairs, pair_M, 0)
+    live_M = pair_M < pairs
     n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = tl.minimum(n_N, hidden - 1)
     z = product(
-        (h_ptr + read_M.to(tl.int64) * h_stride)[:, None],
-        read_M,
+        (h_ptr + pair_M.to(tl.int64) * h_stride)[:, None],
+        live_M,
+        pair_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
         row_N,
@@ -52,9 +52,10 @@ def down_kernel(
     if HAS_BIAS:
         z += along_rows(tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32), SWAP)
     if not WEIGHT_ON_INPUT:
-        z *= along_tokens(tl.load(routing_weight_ptr + read_M).to(tl.float32), SWAP)
+        weight_M = tl.load(routing_weight_ptr + pair_M, mask=live_M, other=0.0)
+        z *= along_tokens(weight_M.to(tl.float32), SWAP)
     z_ptrs = along_tokens(z_ptr + pair_M.to(tl.int64) * hidden, SWAP) + along_rows(n_N, SWAP)
-    mask = along_tokens(pair_M < pairs, SWAP) & along_rows(n_N < hidden, SWAP)
+    mask = along_tokens(live_M, SWAP) & along_rows(n_N < hidden, SWAP)
     tl.store(z_ptrs, rounded(z, z_ptr.dtype.element_ty), mask=mask)
 
 
@@ -132,7 +133,7 @@ def down_decode_dot_kernel(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """``down_decode_kernel`` on tensor cores: one expert after the other, 16 columns that hold the same token."""
+    """``down_decode_kernel`` on tensor cores: one expert after the other, the first of 16 columns."""
     token, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
     n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = tl.minimum(n_N, hidden - 1)
@@ -146,6 +147,7 @@ def down_decode_dot_kernel(
         width = tl.where(chosen < 0, 0, tl.load(table_ptr + expert * 4).to(tl.int32))
         part = product(
             (h_ptr + pair.to(tl.int64) * h_stride + 0 * column_M)[:, None],
+            column_M == 0,
             column_M,
             _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
             _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,

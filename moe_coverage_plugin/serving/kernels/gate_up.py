@@ -40,17 +40,16 @@ def gate_up_kernel(
     slot_M = tl.arange(0, BLOCK_M)
     if DIRECT:
         pair_M = tl.where(slot_M == 0, tile, pairs)
-        read_M = tile + slot_M * 0
     else:
         pair_M = tl.load(sorted_ptr + tile * BLOCK_M + slot_M)
-        # empty places compute what is not stored
-        read_M = tl.where(pair_M < pairs, pair_M, 0)
+    live_M = pair_M < pairs
     weight_M = slot_M
     if WEIGHT_ON_INPUT:
-        weight_M = tl.load(routing_weight_ptr + read_M).to(tl.float32)
+        weight_M = tl.load(routing_weight_ptr + pair_M, mask=live_M, other=0.0).to(tl.float32)
     row_R = _rows(block_n, width, stored, BITS, BLOCK_N)
     acc = product(
-        (x_ptr + (read_M // TOP_K).to(tl.int64) * hidden)[:, None],
+        (x_ptr + (pair_M // TOP_K).to(tl.int64) * hidden)[:, None],
+        live_M,
         weight_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if BITS == 4 else w_ptr,
@@ -71,7 +70,7 @@ def gate_up_kernel(
     n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     h = tl.where(along_rows(n_N < width, SWAP), h, 0.0)
     h_ptrs = along_tokens(h_ptr + pair_M.to(tl.int64) * h_stride, SWAP) + along_rows(n_N, SWAP)
-    mask = along_tokens(pair_M < pairs, SWAP) & along_rows(n_N < stored, SWAP)
+    mask = along_tokens(live_M, SWAP) & along_rows(n_N < stored, SWAP)
     tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=mask)
 
 

@@ -15,7 +15,7 @@ from moe_coverage_plugin.serving.kernels.arithmetic import (
 
 @triton.jit
 def product(
-    x_ptrs_M1, weight_M, w_ptr, scale_ptr, row_R, first_row, rows, channels,
+    x_ptrs_M1, live_M, weight_M, w_ptr, scale_ptr, row_R, first_row, rows, channels,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -23,6 +23,7 @@ def product(
 
     Args:
         x_ptrs_M1: where each token's activations begin.
+        live_M: which places hold a token; others are not read, and their products are zero.
         weight_M: factor of each token's activations, if ``WEIGHTED``; the product is rounded to their type.
         w_ptr, scale_ptr: where the matrix and its scales begin.
         row_R: rows of a plain matrix; none beyond the last.
@@ -39,7 +40,7 @@ def product(
         column = tl.arange(0, BLOCK_K)
         w_ptrs = (w_ptr + row_R * channels)[:, None]
         for k in range(0, channels, BLOCK_K):
-            x = _tokens(x_ptrs_M1, k + column, channels, weight_M, EVEN_K, WEIGHTED)
+            x = _tokens(x_ptrs_M1, live_M, k + column, channels, weight_M, EVEN_K, WEIGHTED)
             acc = dot_tokens(_plain(w_ptrs, k + column, channels, EVEN_K), x, acc, SWAP)
     else:
         DTYPE: tl.constexpr = x_ptrs_M1.dtype.element_ty
@@ -48,7 +49,7 @@ def product(
         # in bytes of eight rows: 4 for each channel
         for k4 in range(0, 4 * channels, 4 * BLOCK_K):
             k = k4 // 4
-            x = _tokens(x_ptrs_M1, k + column, channels, weight_M, EVEN_K, WEIGHTED)
+            x = _tokens(x_ptrs_M1, live_M, k + column, channels, weight_M, EVEN_K, WEIGHTED)
             w = _unpacked(_packed(w_ptrs, k4, channels, EVEN_K, BLOCK_K), DTYPE, FAST, ROWS, BLOCK_K)
             if GROUP_SIZE > 0:
                 # weights are scaled, not sums: the compiler only loads ahead what a dot product takes
@@ -143,12 +144,13 @@ def tile_and_block(program, tiles, blocks_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _tokens(x_ptrs_M1, column_K, channels, weight_M, EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Activations ``[BLOCK_M, BLOCK_K]``, zero from column ``channels`` on."""
-    if EVEN_K:
-        x = tl.load(x_ptrs_M1 + column_K[None, :])
-    else:
-        x = tl.load(x_ptrs_M1 + column_K[None, :], mask=(column_K < channels)[None, :], other=0.0)
+def _tokens(x_ptrs_M1, live_M, column_K, channels, weight_M, EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Activations ``[BLOCK_M, BLOCK_K]``, zero in empty places and from column ``channels`` on."""
+    # empty places must not read some other token's: all programs at once would want the same few lines of the cache
+    mask = live_M[:, None]
+    if not EVEN_K:
+        mask &= (column_K < channels)[None, :]
+    x = tl.load(x_ptrs_M1 + column_K[None, :], mask=mask, other=0.0)
     if WEIGHTED:
         x = rounded(x.to(tl.float32) * weight_M[:, None], x.dtype)
     return x

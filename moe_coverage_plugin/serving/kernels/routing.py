@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_KERNEL_PAIRS = 2048
+ONE_KERNEL_PAIRS = 1024
 """Up to here every program counts all pairs anew, which costs less than more launches."""
 
-PAIR_BLOCK, LARGE_PAIR_BLOCK = 64, 256
-COUNT_BLOCK, RANK_BLOCK, TILE_BLOCK, EXPERT_BLOCK = 1024, 128, 64, 16
+PAIR_BLOCK, LARGE_PAIR_BLOCK = 64, 128
+# comparisons of pairs and others that a program holds at once: more than 32 for each thread would leave the registers
+RANK_BLOCK, LARGE_RANK_BLOCK = 64, 32
+COUNT_BLOCK, TILE_BLOCK, EXPERT_BLOCK = 1024, 64, 16
 
 
 class Routing(NamedTuple):
@@ -97,7 +99,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         BLOCK_M=block_m,
         BLOCK=pair_block,
         COUNT_BLOCK=min(COUNT_BLOCK, max(PAIR_BLOCK, triton.next_power_of_2(pairs))),
-        RANK_BLOCK=min(RANK_BLOCK, pair_block),
+        RANK_BLOCK=RANK_BLOCK if one_kernel else LARGE_RANK_BLOCK,
         TILE_BLOCK=TILE_BLOCK,
         BINS=bins,
     )

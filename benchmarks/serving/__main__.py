@@ -1,0 +1,128 @@
+"""End-to-end speed and memory of ragged checkpoints in vLLM, beside stock checkpoints of the same model.
+
+The model has the shape of Qwen3-30B-A3B and random weights. Variants, each in an engine of its own: stock4 (unpruned,
+W4A16 in groups of 128, attention included, head and routers not), ours4 (the same with a quarter of the expert
+channels gone, random widths in blocks of 128), stock16 and ours16 (bfloat16). Measured: weights memory, decoded
+tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens, seconds of the start. Prints
+ratios and writes all figures with the card and versions; the file is written anew after every variant.
+
+    python -m benchmarks.serving --output benchmarks/serving.json
+    VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.serving --small --enforce-eager --output /tmp/serving.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.checkpoints import FULL, SMALL, VARIANTS, write_checkpoint
+from benchmarks.serving.ratios import ratios, table
+
+DEFAULT_VARIANTS = ("stock4", "ours4", "stock16")
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every variant is asked; see ``variant.Request``."""
+
+    batches: tuple[int, ...] = (1, 64, 256)
+    prompt: int = 128
+    new: int = 128
+    prefill: int = 2048
+    max_model_len: int = 4096
+
+
+SMALL_WORK = Work(batches=(1, 4), prompt=16, new=8, prefill=64, max_model_len=128)
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    shape = dict(SMALL if args.small else FULL)
+    if args.layers:
+        shape["num_hidden_layers"] = args.layers
+    options = {name: getattr(args, name) for name in ("gpu_memory_utilization", "enforce_eager", "seed")}
+    request = asdict(SMALL_WORK if args.small else Work()) | options
+    record: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]]),
+        "seed": args.seed,
+        "environment": None,
+        "shape": shape,
+        "request": request,
+        "variants": {},
+        "ratios": {},
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = args.logs or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        for name in args.variants:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            checkpoint, variant = Path(temporary, name), VARIANTS[name]
+            write_checkpoint(checkpoint, shape, variant, args.seed)
+            asked = request | {"checkpoint": str(checkpoint), "ragged": variant.pruned}
+            answer = measure_apart(asked, logs / f"{name}.log")
+            record["environment"] = record["environment"] or answer["environment"]
+            record["variants"][name] = answer["figures"]
+            record["ratios"] = ratios(record["variants"])
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['environment']}, {shape['num_hidden_layers']} layers, seed {args.seed}\n")
+    print(table(record["variants"]))
+    if any("error" in figures for figures in record["variants"].values()):
+        sys.exit(1)
+
+
+def measure_apart(request: dict[str, Any], log: Path) -> dict[str, Any]:
+    """``environment`` and ``figures`` of one checkpoint, from a process of its own; its output goes to ``log``.
+
+    The figures of a process that failed are ``{"error": words}``, and the end of its output is printed.
+    """
+    checkpoint = Path(request["checkpoint"])
+    asked, answer = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".answer.json")
+    asked.write_text(json.dumps(request))
+    # functions of ours are sent to the engine's process
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    command = [sys.executable, "-m", "benchmarks.serving.variant", str(asked), str(answer)]
+    with log.open("w") as file:
+        done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+    # written last, so it is complete even where an engine then fails to stop
+    if answer.exists():
+        return json.loads(answer.read_text())
+    text = log.read_text()
+    print(*text.splitlines()[-TAIL_LINES:], sep="\n", file=sys.stderr)
+    return {"environment": None, "figures": {"error": error_words(text) or f"exit status {done.returncode}"}}
+
+
+def error_words(log: str) -> str | None:
+    """The last error of a log that is not vLLM's word that its engine, in another process, had one."""
+    errors = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)", log)
+    return next((words for words in reversed(errors) if "root cause above" not in words), None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--seed", type=int, default=0, help="of widths, weights and prompts")
+    parser.add_argument("--logs", type=Path, help="where to keep what the engines print; thrown away otherwise")
+    parser.add_argument("--small", action="store_true", help="a tiny shape and little work, to see that it runs")
+    parser.add_argument("--enforce-eager", action="store_true", help="without graphs, for a machine without a card")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Figures of our variants relative to stock ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PAIRS = (("ours4", "stock4"), ("ours4", "stock16"), ("ours16", "stock16"))
+
+Figures = dict[str, Any]
+
+
+def ratios(variants: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    """Ours over stock for every pair that was measured, ``"ours4 / stock4": {"decode at 64": 1.2}``.
+
+    Args:
+        variants: figures by variant as ``Bench.measure`` returns them, or ``{"error": words}``.
+    """
+    found = {name: _comparable(figures) for name, figures in variants.items() if "error" not in figures}
+    return {
+        f"{ours} / {stock}": {kind: value / found[stock][kind] for kind, value in found[ours].items()}
+        for ours, stock in PAIRS
+        if ours in found and stock in found
+    }
+
+
+def _comparable(figures: Figures) -> dict[str, float]:
+    weights = figures["loading_bytes"] or figures["parameter_bytes"]
+    decode = {f"decode tokens/s, batch {row['batch']}": row["tokens_per_second"] for row in figures["decode"]}
+    prefill = figures["prefill"]
+    seconds = {f"prefill seconds, {prefill['tokens']} tokens": prefill["median_seconds"]}
+    return {"weights bytes": weights} | decode | seconds
+
+
+def table(variants: dict[str, Figures]) -> str:
+    """The ratios, a line for each kind of figure and a column for each pair, and the words of what failed."""
+    columns = ratios(variants)
+    lines = []
+    if columns:
+        kinds = list(next(iter(columns.values())))
+        left = max(len(kind) for kind in kinds)
+        lines.append("  ".join([" " * left, *columns]))
+        for kind in kinds:
+            lines.append("  ".join([kind.ljust(left), *(f"{c[kind]:.3f}".rjust(len(n)) for n, c in columns.items())]))
+    lines += [f"{name}: {figures['error']}" for name, figures in variants.items() if "error" in figures]
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""The end-to-end benchmark: what it writes, how it fills parameters, and a run of it in a real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.serving.__main__ import error_words
+from benchmarks.serving.checkpoints import BLOCKS, FULL, SMALL, VARIANTS, random_widths, write_checkpoint
+from benchmarks.serving.parameters import fill_at_random, parameter_bytes
+from benchmarks.serving.ratios import ratios, table
+from benchmarks.serving.variant import check_method
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@given(layers=st.integers(1, 8), experts=st.sampled_from([8, 16, 60, 128]), seed=st.integers(0, 2**31))
+def test_widths_keep_three_quarters_in_whole_blocks(layers: int, experts: int, seed: int) -> None:
+    widths = random_widths(layers, experts, 768, seed)
+    flat = [width for widths_E in widths for width in widths_E]
+    assert [len(widths_E) for widths_E in widths] == [experts] * layers
+    assert 4 * sum(flat) == 3 * layers * experts * 768
+    assert all(width % 128 == 0 and 128 <= width <= 768 for width in flat)
+    assert widths == random_widths(layers, experts, 768, seed)
+
+
+def test_widths_of_the_full_shape_are_unequal() -> None:
+    flat = {width for widths_E in random_widths(48, 128, 768, seed=0) for width in widths_E}
+    assert flat == {128 * blocks for blocks in range(1, BLOCKS + 1)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpoint_is_a_configuration_alone(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / name, FULL, VARIANTS[name], seed=0)
+    assert [file.name for file in (tmp_path / name).iterdir()] == ["config.json"]
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    manifest = Manifest.from_checkpoint(tmp_path / name)
+    if VARIANTS[name].pruned:
+        assert manifest is not None
+        assert manifest.layout == "ragged"
+        assert len(manifest.widths) == 48
+        assert config["moe_intermediate_size"] == manifest.declared_width < FULL["moe_intermediate_size"]
+        del config["quantization_config"][CONFIG_KEY]
+    else:
+        assert manifest is None
+        assert config["moe_intermediate_size"] == FULL["moe_intermediate_size"]
+    groups = config.get("quantization_config", {}).get("config_groups", {})
+    assert [group["weights"]["group_size"] for group in groups.values()] == [128] * (VARIANTS[name].bits == 4)
+
+
+def test_attention_is_quantized_alike(tmp_path: Path) -> None:
+    quantization = {}
+    for name in ("stock4", "ours4"):
+        write_checkpoint(tmp_path / name, SMALL, VARIANTS[name], seed=0)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        quantization[name] = config["quantization_config"]
+    del quantization["ours4"][CONFIG_KEY]
+    assert quantization["stock4"] == quantization["ours4"]
+
+
+@pytest.mark.parametrize(
+    ("ragged", "found"),
+    [(True, ["CompressedTensorsWNA16MoEMethod"]), (False, ["RaggedExpertsMethod"]), (True, [])],
+)
+def test_experts_of_another_method_are_refused(ragged: bool, found: list[str]) -> None:
+    with pytest.raises(CoverageError, match="install this package where vLLM finds its entry point"):
+        check_method(ragged, found)
+    check_method(True, ["RaggedExpertsMethod"])
+
+
+class Layer(torch.nn.Module):
+    """Parameters under the names that engines use, filled with NaN and zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=64, num_hidden_layers=4)
+        floats = {"norm_weight": (64,), "weight": (64, 512), "weight_scale": (64, 16), "embed_tokens": (512, 64)}
+        for name, shape in floats.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, torch.nan, dtype=torch.bfloat16)))
+        for name, shape, dtype in (
+            ("w2_weight", (64, 64), torch.int32),
+            ("w13_weight_packed", (64, 64), torch.uint8),
+            ("weight_shape", (2,), torch.int64),
+        ):
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+        self.w2_weight_packed = self.w2_weight
+
+
+def test_random_parameters_are_those_of_a_model() -> None:
+    layer = Layer()
+    fill_at_random(layer, seed=0)
+    for packed in (layer.w2_weight, layer.w13_weight_packed):
+        nibbles = torch.stack([packed.data.view(torch.uint8) & 0xF, packed.data.view(torch.uint8) >> 4])
+        counts = torch.bincount(nibbles.flatten().int(), minlength=16) / nibbles.numel()
+        assert counts.min() > 0.05
+        assert counts.max() < 0.075
+    assert torch.equal(layer.norm_weight, torch.ones_like(layer.norm_weight))
+    assert layer.weight_shape.tolist() == [0, 0]
+    scale = layer.weight_scale.float()
+    assert 0 < scale.min() <= scale.max() < 0.05
+    assert 0.9 < layer.weight.float().std() * 8 < 1.1
+    assert 0.9 < layer.embed_tokens.float().std() / 4 < 1.1
+
+
+def test_parameters_of_two_names_are_counted_once() -> None:
+    floats = 64 + 64 * 512 + 64 * 16 + 512 * 64
+    assert parameter_bytes(Layer()) == 2 * floats + 4 * 64 * 64 + 64 * 64 + 8 * 2
+
+
+def figures(weights: int, speed: float, seconds: float) -> dict[str, object]:
+    return {
+        "loading_bytes": weights,
+        "parameter_bytes": 1,
+        "decode": [{"batch": 64, "tokens_per_second": speed}],
+        "prefill": {"tokens": 2048, "median_seconds": seconds},
+    }
+
+
+def test_ratios_are_ours_over_stock_of_what_ran() -> None:
+    variants = {
+        "stock4": figures(200, 100.0, 2.0),
+        "ours4": figures(150, 125.0, 1.0),
+        "stock16": {"error": "OutOfMemoryError: no room"},
+    }
+    kinds = {"weights bytes": 0.75, "decode tokens/s, batch 64": 1.25, "prefill seconds, 2048 tokens": 0.5}
+    assert ratios(variants) == {"ours4 / stock4": kinds}
+    lines = table(variants).splitlines()
+    assert len(lines) == 5
+    assert lines[2].split() == ["decode", "tokens/s,", "batch", "64", "1.250"]
+    assert lines[-1] == "stock16: OutOfMemoryError: no room"
+
+
+def test_words_of_an_error_are_those_of_its_cause() -> None:
+    log = (
+        "INFO started\n(EngineCore pid=7) ERROR 01-01 [core.py:1] NotImplementedError: No backend.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert error_words(log) == "NotImplementedError: No backend."
+    assert error_words("Killed") is None
+
+
+def test_run_on_a_tiny_model(tmp_path: Path) -> None:
+    output = tmp_path / "serving.json"
+    options = ["--small", "--enforce-eager", "--variants", "ours4", "stock16", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.serving", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(output.read_text())
+    ours, stock = record["variants"]["ours4"], record["variants"]["stock16"]
+    assert ours["experts_run_by"] == ["RaggedExpertsMethod"] != stock["experts_run_by"]
+    for figures in (ours, stock):
+        assert figures["startup_seconds"] > 0
+        assert figures["prefill"]["median_seconds"] > 0
+        assert [row["batch"] for row in figures["decode"]] == [1, 4]
+        assert all(row["tokens_per_second"] > 0 for row in figures["decode"])
+        assert figures["routing"]["distinct_experts"] > SMALL["num_experts"] / 2
+    assert 0 < ours["parameter_bytes"] < stock["parameter_bytes"]
+    assert record["ratios"]["ours4 / stock16"]["weights bytes"] < 0.5
+    assert record["environment"]["versions"]["vllm"]
+    assert "ours4 / stock16" in done.stdout
