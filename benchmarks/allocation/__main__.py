@@ -18,8 +18,9 @@ import torch
 from loguru import logger
 
 from benchmarks.allocation import runs
-from benchmarks.allocation.render import RESULTS, write_results
+from benchmarks.allocation.render import write_results
 from benchmarks.allocation.text import Source
+from benchmarks.markers import RESULTS
 from moe_coverage_plugin.manifest import CoverageError
 
 MINI_MOE = Path(__file__).parents[1] / "testbed" / "mini_moe"
@@ -57,7 +58,7 @@ def _plan(args: argparse.Namespace) -> runs.Plan:
 
 
 def parse_share(argument: str) -> tuple[int, int]:
-    """First row and step of ``I/N``."""
+    """Part, from 0 on, and number of parts of ``I/N``."""
     number, _, shares = argument.partition("/")
     if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
         raise argparse.ArgumentTypeError(f"{argument!r} is no share such as 2/8")
@@ -83,7 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     parser.add_argument("--tables", default="", help="measure only tables whose key this regular expression finds")
     parser.add_argument(
-        "--share", type=parse_share, default=(0, 1), metavar="I/N", help="measure every N-th missing row from the I-th"
+        "--share",
+        type=parse_share,
+        default=(0, 1),
+        metavar="I/N",
+        help="measure the I-th of N parts of the missing rows",
     )
     parser.add_argument("--results", type=Path, default=Path("out/allocation.jsonl"))
     parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md")

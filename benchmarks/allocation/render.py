@@ -12,12 +12,12 @@ from tabulate import tabulate
 from benchmarks.allocation.equal_bytes import lost_to_other_bits, lost_to_same_bits
 from benchmarks.allocation.rows import Row, read_rows
 from benchmarks.allocation.tables import RECOMMENDED, TITLES, UNPRUNED
-from moe_coverage_plugin.atomic_files import write_atomically
+from benchmarks.markers import markers, write_between
 from moe_coverage_plugin.manifest import CoverageError
 
-RESULTS = Path(__file__).parents[1] / "RESULTS.md"
-BEGIN, END = "<!-- tables begin -->", "<!-- tables end -->"
-INTRODUCTION = f"""# What allocating channels by various methods costs
+NAME = "tables"
+BEGIN, END = markers(NAME)
+INTRODUCTION = f"""## What allocating channels by various methods costs
 
 Written by `python -m benchmarks.allocation --render`; every row was one real run of the toolkit on a fresh copy of the
 model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, in 16 bit where
@@ -65,20 +65,15 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     rows = [row for file in files for row in read_rows(file)]
     if not rows:
         raise CoverageError(f"{', '.join(map(str, files))} hold no rows: measure first")
-    text = path.read_text(encoding="utf-8") if path.exists() else INTRODUCTION
-    if BEGIN not in text or END not in text:
-        raise CoverageError(f"{path} lacks the lines {BEGIN} and {END}: put them where the tables belong")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
     models = dict.fromkeys(row.model for row in rows)
     sections = [section([row for row in rows if row.model == model]) for model in models]
-    write_atomically(path, "\n\n".join([before + BEGIN, *sections, END + after]).encode())
+    write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
 def section(rows: Sequence[Row]) -> str:
     """Head and tables of one model."""
     base = _base(rows)
-    parts = [f"## {rows[0].model}", _head(rows, base)]
+    parts = [f"### {rows[0].model}", _head(rows, base)]
     for key, (title, note) in TITLES.items():
         entries = _entries([row for row in rows if row.table == key])
         if not entries or key == UNPRUNED:
@@ -90,7 +85,7 @@ def section(rows: Sequence[Row]) -> str:
                 body = _sweep(entries, base)
             case _:
                 body = _table(entries, base)
-        parts += [f"### {title}", *([note] if note else []), body, *_refusals(entries)]
+        parts += [f"#### {title}", *([note] if note else []), body, *_refusals(entries)]
     return "\n\n".join(parts)
 
 

@@ -1,0 +1,101 @@
+"""Writes the part of RESULTS.md on kernels from measured rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.kernels.rows import Row, read_rows
+from benchmarks.kernels.shapes import SHAPES
+from benchmarks.markers import markers, write_between
+from moe_coverage_plugin.manifest import CoverageError
+
+NAME = "kernels"
+BEGIN, END = markers(NAME)
+INTRODUCTION = f"""## Time of our kernels over that of vLLM's
+
+Written by `python -m benchmarks.kernels --render`. Cells are the time of our layer over that of vLLM's, and the
+microseconds of ours in brackets: below 1, ours is faster.
+
+{BEGIN}
+{END}
+"""
+METHOD = (
+    "Method: ours on experts of unequal width, in blocks of 128, beside vLLM's fused MoE on experts of one width, "
+    "with as many channels in all and the same routing; vLLM's is Marlin for 4 bits and Triton for 16, by its own "
+    "choice of tiles or what it has tuned for the unpruned width, whichever is faster. One CUDA graph each holds "
+    "calls with fresh hidden states and routing over copies of the weights, so that no copy is read again before four "
+    "times the L2 cache; the graphs are replayed in turn, and their medians divided."
+)
+
+
+def write_results(files: Sequence[Path], path: Path) -> None:
+    """Put the tables of the files' rows between the markers of ``path``.
+
+    Raises:
+        CoverageError: a missing file, no rows, or a page without markers.
+    """
+    missing = [str(file) for file in files if not file.exists()]
+    rows = [] if missing else read_rows(files)
+    if not rows:
+        raise CoverageError(f"{', '.join(missing or map(str, files))} hold no rows: measure first")
+    write_between(path, NAME, INTRODUCTION, section(rows))
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Head and one table for each number of bits."""
+    parts = [_head(rows)]
+    for bits in sorted({row.bits for row in rows}):
+        parts += [
+            f"### {'W4A16, groups of 128' if bits == 4 else 'bfloat16'}",
+            _table([r for r in rows if r.bits == bits]),
+        ]
+    failed = [row for row in rows if row.stock_us is None]
+    if failed:
+        by_words: dict[str, list[str]] = {}
+        for row in failed:
+            by_words.setdefault(str(row.stock_error), []).append(f"{row.shape}, {row.bits} bits, {row.tokens} tokens")
+        lines = [f"{'; '.join(names)}: {words}" for words, names in by_words.items()]
+        parts += ["Without a ratio, vLLM's failed:", _list(lines)]
+    return "\n\n".join(parts)
+
+
+def _head(rows: Sequence[Row]) -> str:
+    widths = {row.shape: f"{row.shape} {row.width} of {row.channels}" for row in rows}
+    versions = _unique(", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows)
+    differences = [row.difference for row in rows if row.difference is not None]
+    lines = [
+        f"Card: {'; '.join(_unique(row.card for row in rows))}.",
+        f"Versions: {'; '.join(versions)}.",
+        *(f"Command: `{command}`" for command in _unique(row.command for row in rows)),
+        f"Seed: {', '.join(_unique(str(row.seed) for row in rows))}.",
+        METHOD,
+        f"Mean widths: {'; '.join(widths.values())}.",
+    ]
+    if differences:
+        lines.append(f"On one uniform layer and 64 tokens, ours and vLLM's differ by at most {max(differences):.4f}.")
+    return _list(lines)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    found = {row.shape for row in rows}
+    names = [shape.name for shape in SHAPES if shape.name in found]
+    cells = {(row.tokens, row.shape): _cell(row) for row in rows}
+    tokens = sorted({row.tokens for row in rows})
+    lines = [(str(count), *(cells.get((count, name), "") for name in names)) for count in tokens]
+    headers = ("tokens", *names)
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=["right"] * len(headers))
+
+
+def _cell(row: Row) -> str:
+    return f"{'failed' if row.ratio is None else format(row.ratio, '.2f')} ({row.ours_us:.1f})"
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))

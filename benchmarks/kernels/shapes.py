@@ -1,0 +1,90 @@
+"""What is measured: layers of known models, and the widths and bytes of their experts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK = 128
+"""Widths are multiples of it."""
+
+GROUP_SIZE = 128
+"""Input channels per scale of 4-bit weights."""
+
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The experts of one layer.
+
+    Attributes:
+        channels: of an expert, unpruned.
+        top_k: experts per token.
+    """
+
+    name: str
+    hidden: int
+    channels: int
+    experts: int
+    top_k: int
+
+    @property
+    def width(self) -> int:
+        """Mean width: 5/6 of the channels, in whole blocks, so that a uniform layer of as many channels exists."""
+        return BLOCK * max(1, round(self.channels * 5 / 6 / BLOCK))
+
+
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4),
+    Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6),
+    Shape("Mixtral-8x7B", 4096, 14336, 8, 2),
+)
+
+
+def random_widths(shape: Shape, seed: int) -> list[int]:
+    """Widths that average ``shape.width`` exactly: half of the experts on it, a quarter each a fifth wider, narrower.
+
+    A fifth in whole blocks, one at least, unless that is more than the model has. Experts come in pairs that make up
+    for each other; of each pair a coin decides whether it is unequal.
+    """
+    generator = random.Random(seed)
+    mean, most = shape.width // BLOCK, shape.channels // BLOCK
+    step = min(max(1, mean // 5), most - mean, mean - 1)
+    blocks = [mean] * (shape.experts % 2)
+    for _ in range(shape.experts // 2):
+        difference = generator.choice((0, step))
+        blocks += [mean - difference, mean + difference]
+    generator.shuffle(blocks)
+    return [BLOCK * count for count in blocks]
+
+
+def expert_bytes(width: int, hidden: int, bits: int) -> int:
+    """Bytes of an expert's weights, scales of 16 bit included."""
+    weights = 3 * width * hidden
+    if bits == 16:
+        return 2 * weights
+    return weights // 2 + 2 * (weights // GROUP_SIZE)
+
+
+def copies_needed(touched: float, cache: int) -> int:
+    """Copies of the weights to take in turn, so that each is read again only after four times the cache.
+
+    Args:
+        touched: bytes of weights that a call reads.
+        cache: bytes of the L2 cache.
+    """
+    return math.ceil(4 * cache / touched)
+
+
+def mean_bytes(hit: Sequence[Sequence[int]], widths_E: Sequence[int], hidden: int, bits: int) -> float:
+    """Bytes of weights that a call cannot do without, the mean over calls.
+
+    Args:
+        hit: the experts of each call that get a token, each once.
+    """
+    bytes_E = [expert_bytes(width, hidden, bits) for width in widths_E]
+    return sum(bytes_E[expert] for experts in hit for expert in experts) / len(hit)

@@ -1,0 +1,177 @@
+"""Shapes, inputs, rows and tables of the benchmark of kernels; its times need a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.kernels import render
+from benchmarks.kernels.layers import Layer, draw, random_tensors
+from benchmarks.kernels.rows import Row, append_row, command, read_rows
+from benchmarks.kernels.shapes import SHAPES, Shape, copies_needed, expert_bytes, mean_bytes, random_widths
+from benchmarks.markers import TITLE
+from moe_coverage_plugin import CoverageError
+
+TINY = Shape("tiny", hidden=256, channels=768, experts=5, top_k=2)
+ROW = Row(
+    shape="Qwen3-30B-A3B",
+    hidden=2048,
+    channels=768,
+    experts=128,
+    top_k=8,
+    bits=4,
+    group_size=128,
+    tokens=1,
+    width=640,
+    calls=24,
+    copies=12,
+    ours_us=12.34,
+    stock_us=10.0,
+    ratio=1.234,
+    stock_times={"Marlin": 10.0},
+    stock_error=None,
+    difference=0.003,
+    weight_bytes=16e6,
+    terabytes_per_second=1.3,
+    card="a card",
+    versions={"torch": "2"},
+    command="python -m benchmarks.kernels",
+    seed=0,
+)
+FAILED = replace(ROW, tokens=2, stock_us=None, ratio=None, stock_times={}, stock_error="RuntimeError: no such shape")
+
+
+def cells(text: str) -> list[list[str]]:
+    """Cells of all lines of tables."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+
+
+@given(st.integers(1, 128), st.integers(1, 200), st.integers())
+def test_widths_are_whole_blocks_of_the_stated_mean(blocks: int, experts: int, seed: int):
+    shape = Shape("any", 128, 128 * blocks, experts, 1)
+    widths = random_widths(shape, seed)
+    assert len(widths) == experts
+    assert all(width % 128 == 0 and 128 <= width <= shape.channels for width in widths)
+    assert sum(widths) == experts * shape.width
+    assert abs(shape.width - shape.channels * 5 / 6) <= 64 or shape.width == 128
+
+
+def test_widths_of_the_models():
+    assert {shape.name: shape.width for shape in SHAPES} == {
+        "Qwen3-30B-A3B": 640,
+        "Qwen1.5-MoE-A2.7B": 1152,
+        "DeepSeek-V2-Lite": 1152,
+        "Mixtral-8x7B": 11904,
+    }
+    widths = random_widths(SHAPES[0], 0)
+    assert set(widths) == {512, 640, 768}
+    assert widths != sorted(widths)
+    assert widths == random_widths(SHAPES[0], 0) != random_widths(SHAPES[0], 1)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_bytes_of_an_expert_are_those_of_its_tensors(bits: int):
+    tensors = random_tensors([384], 256, bits, torch.Generator().manual_seed(0))
+    assert expert_bytes(384, 256, bits) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_bytes_of_a_call_are_those_of_the_experts_it_hits():
+    widths = [128, 256, 384]
+    hit = [[0, 2], [1]]
+    assert mean_bytes(hit, widths, 64, 16) == (512 + 256) * 3 * 64 * 2 / 2
+
+
+@given(st.integers(1, 2**34), st.integers(1, 2**28))
+def test_copies_exceed_the_cache_four_times_and_no_more_than_needed(touched: int, cache: int):
+    copies = copies_needed(touched, cache)
+    assert copies * touched >= 4 * cache
+    assert (copies - 1) * touched < 4 * cache
+
+
+def test_copies_are_equal_and_apart():
+    weights = (torch.zeros(3), torch.ones(2))
+    layer = Layer(lambda weights, _: weights[0], [weights])
+    first, second = layer.copied(2)
+    second[0].add_(1)
+    assert first[0] is weights[0]
+    assert first[0].tolist() == [0, 0, 0]
+    assert second[1].tolist() == [1, 1]
+    assert layer.copied(2)[1] is second
+
+
+def test_inputs_are_fresh_and_come_again_with_the_seed():
+    def drawn() -> list:
+        generator = torch.Generator().manual_seed(3)
+        return [draw(TINY, 7, generator) for _ in range(2)]
+
+    (first, second), (again, _) = drawn(), drawn()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first.x_TH, second.x_TH)
+    assert not torch.equal(first.topk_ids_TK, second.topk_ids_TK)
+
+
+def test_inputs_have_the_types_that_both_sides_take():
+    call = draw(TINY, 7, torch.Generator().manual_seed(0))
+    assert (call.x_TH.dtype, call.x_TH.shape) == (torch.bfloat16, (7, 256))
+    assert (call.topk_weights_TK.dtype, call.topk_ids_TK.dtype) == (torch.float32, torch.int32)
+    torch.testing.assert_close(call.topk_weights_TK.sum(-1), torch.ones(7))
+    assert all(len(set(ids)) == 2 for ids in call.topk_ids_TK.tolist())
+
+
+def test_rows_come_back_and_later_ones_replace_earlier(tmp_path: Path):
+    file = tmp_path / "deep" / "rows.jsonl"
+    later = replace(ROW, ours_us=9.0)
+    for row in (ROW, FAILED, later):
+        append_row(file, row)
+    assert read_rows([file]) == [later, FAILED]
+
+
+def test_command_leaves_out_where_results_go():
+    assert command(["--bits", "4", "--results", "x.jsonl", "--seed", "1"]) == (
+        "python -m benchmarks.kernels --bits 4 --seed 1"
+    )
+    assert command(["--bits", "4"]) == "python -m benchmarks.kernels --bits 4"
+
+
+def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():
+    other = replace(ROW, shape="Mixtral-8x7B", channels=14336, width=11904, tokens=8192, ratio=0.9, ours_us=5000.0)
+    text = render.section([other, FAILED, ROW, replace(ROW, bits=16, ratio=1.0, difference=0.004)])
+    four, sixteen = text.split("### bfloat16")
+    assert cells(four) == [
+        ["tokens", "Qwen3-30B-A3B", "Mixtral-8x7B"],
+        cells(four)[1],
+        ["1", "1.23 (12.3)", ""],
+        ["2", "failed (12.3)", ""],
+        ["8192", "", "0.90 (5000.0)"],
+    ]
+    assert ["1", "1.00 (12.3)"] in cells(sixteen)
+    assert "- Qwen3-30B-A3B, 4 bits, 2 tokens: RuntimeError: no such shape" in text
+    assert "- Mean widths: Mixtral-8x7B 11904 of 14336; Qwen3-30B-A3B 640 of 768." in text
+    assert "at most 0.0040" in text
+
+
+def test_results_are_written_between_their_markers(tmp_path: Path):
+    file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
+    append_row(file, ROW)
+    render.write_results([file], page)
+    once = page.read_text()
+    assert once.startswith(f"{TITLE}\n\n{render.INTRODUCTION.splitlines()[0]}")
+    assert once.index(render.BEGIN) < once.index("1.23 (12.3)") < once.index(render.END)
+    page.write_text(f"Mine.\n\n{once}\nMine too.\n")
+    render.write_results([file], page)
+    assert page.read_text() == f"Mine.\n\n{once}\nMine too.\n"
+
+
+def test_what_cannot_be_rendered_is_refused(tmp_path: Path):
+    file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
+    with pytest.raises(CoverageError, match="hold no rows"):
+        render.write_results([file], page)
+    append_row(file, ROW)
+    page.write_text("no markers")
+    with pytest.raises(CoverageError, match="kernels begin"):
+        render.write_results([file], page)
