@@ -107,14 +107,13 @@ def down_decode_kernel(
     width_S = tl.load(table_ptr + expert_S * 4, mask=chosen_S >= 0, other=0).to(tl.int32)
     sum_SN = product_of_slots(
         h_ptr + pair_S.to(tl.int64) * h_stride,
-        slot_S,
         _matrix(w_ptr, table_ptr, expert_S, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert_S, hidden) if BITS == 4 else slot_S,
         row_N,
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width_S + UNIT - 1) // UNIT * UNIT,
-        BITS, GROUP_SIZE, SLOTS, BLOCK_N, BLOCK_K, False, False, FAST, STAGES,
+        BITS, GROUP_SIZE, SLOTS, BLOCK_N, BLOCK_K, FAST, STAGES,
     )  # fmt: skip
     if HAS_BIAS:
         sum_SN += tl.load(bias_ptr + (expert_S * hidden)[:, None] + row_N[None, :]).to(tl.float32)
@@ -124,47 +123,6 @@ def down_decode_kernel(
     y = tl.sum(tl.where(chosen_S[:, None] < 0, 0.0, sum_SN), axis=0)
     y_ptrs = y_ptr + token.to(tl.int64) * hidden + n_N
     tl.store(y_ptrs, rounded(y, y_ptr.dtype.element_ty), mask=n_N < hidden)
-
-
-@triton.jit
-def down_decode_dot_kernel(
-    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
-    TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """``down_decode_kernel`` on tensor cores: one expert after the other, the first of 16 columns."""
-    token, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
-    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_N = tl.minimum(n_N, hidden - 1)
-    column_M = tl.arange(0, 16)
-    total = tl.zeros((BLOCK_N, 16), dtype=tl.float32)
-    for slot in range(TOP_K):
-        pair = token * TOP_K + slot
-        chosen = tl.load(ids_ptr + pair).to(tl.int64)
-        expert = tl.maximum(chosen, 0)
-        # an expert that is not there has no channels to go through
-        width = tl.where(chosen < 0, 0, tl.load(table_ptr + expert * 4).to(tl.int32))
-        part = product(
-            (h_ptr + pair.to(tl.int64) * h_stride + 0 * column_M)[:, None],
-            column_M == 0,
-            column_M,
-            _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
-            _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
-            row_N,
-            block_n * BLOCK_N,
-            _whole_rows(hidden),
-            (width + UNIT - 1) // UNIT * UNIT,
-            BITS, GROUP_SIZE, 16, BLOCK_N, BLOCK_K, EVEN_K, False, True, FAST,
-        )  # fmt: skip
-        if HAS_BIAS:
-            part += tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32)[:, None]
-        if not WEIGHT_ON_INPUT:
-            part *= tl.load(routing_weight_ptr + pair).to(tl.float32)
-        total += tl.where(chosen < 0, 0.0, part)
-    y_ptrs = y_ptr + token.to(tl.int64) * hidden + n_N
-    mask = (n_N < hidden)[:, None] & (column_M == 0)[None, :]
-    tl.store(y_ptrs[:, None] + 0 * column_M[None, :], rounded(total, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

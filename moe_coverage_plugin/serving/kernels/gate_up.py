@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import activated, along_rows, along_tokens, rounded
-from moe_coverage_plugin.serving.kernels.products import product, product_of_slots, tile_and_block
+from moe_coverage_plugin.serving.kernels.products import product, tile_and_block
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -38,10 +38,7 @@ def gate_up_kernel(
     if block_n * BLOCK_N >= stored:
         return
     slot_M = tl.arange(0, BLOCK_M)
-    if DIRECT:
-        pair_M = tl.where(slot_M == 0, tile, pairs)
-    else:
-        pair_M = tl.load(sorted_ptr + tile * BLOCK_M + slot_M)
+    pair_M = tl.where(slot_M == 0, tile, pairs) if DIRECT else tl.load(sorted_ptr + tile * BLOCK_M + slot_M)
     live_M = pair_M < pairs
     weight_M = slot_M
     if WEIGHT_ON_INPUT:
@@ -72,51 +69,6 @@ def gate_up_kernel(
     h_ptrs = along_tokens(h_ptr + pair_M.to(tl.int64) * h_stride, SWAP) + along_rows(n_N, SWAP)
     mask = along_tokens(live_M, SWAP) & along_rows(n_N < stored, SWAP)
     tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def gate_up_decode_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, h_ptr, hidden, blocks_n, h_stride,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """``act(gate(x)) * up(x)`` of one pair, for ``BLOCK_N`` channels of its expert, without dot products.
-
-    Arguments are those of ``gate_up_kernel``; ``ids_ptr`` holds the experts of pairs.
-    """
-    pair, block_n = tl.program_id(0) // blocks_n, tl.program_id(0) % blocks_n
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    if expert < 0:
-        return
-    width = tl.load(table_ptr + expert * 4).to(tl.int32)
-    stored = (width + UNIT - 1) // UNIT * UNIT
-    if block_n * BLOCK_N >= stored:
-        return
-    slot_S = tl.zeros((1,), dtype=tl.int32)
-    weight_S = slot_S
-    if WEIGHT_ON_INPUT:
-        weight_S = tl.load(routing_weight_ptr + pair + slot_S).to(tl.float32)
-    sum_SR = product_of_slots(
-        x_ptr + (pair // TOP_K).to(tl.int64) * hidden + slot_S,
-        weight_S,
-        _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT) + slot_S,
-        _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) + slot_S if BITS == 4 else slot_S,
-        _rows(block_n, width, stored, BITS, BLOCK_N),
-        block_n * BLOCK_N * 2,
-        stored * 2,
-        hidden + slot_S,
-        BITS, GROUP_SIZE, 1, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, FAST, STAGES,
-    )  # fmt: skip
-    sum_R = tl.reshape(sum_SR, (2 * BLOCK_N,))
-    if HAS_BIAS:
-        sum_R += _bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N)
-    gate, up = tl.split(tl.permute(tl.reshape(sum_R, (BLOCK_N // 8, 2, 8)), (0, 2, 1)))
-    h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_N,))
-    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    h = tl.where(n_N < width, h, 0.0)
-    h_ptrs = h_ptr + pair.to(tl.int64) * h_stride + n_N
-    tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=n_N < stored)
 
 
 @triton.jit

@@ -6,19 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_coverage_plugin.serving.kernels.down import (
-    down_decode_dot_kernel,
-    down_decode_kernel,
-    down_kernel,
-    sum_kernel,
-)
-from moe_coverage_plugin.serving.kernels.gate_up import gate_up_decode_kernel, gate_up_kernel
+from moe_coverage_plugin.serving.kernels.down import down_decode_kernel, down_kernel, sum_kernel
+from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
 from moe_coverage_plugin.serving.kernels.routing import Routing, route
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, Tiles, choose
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
-
-MIN_DOT = 16
-"""The shortest side of a dot product in Triton."""
 
 SUM_BLOCK = 1024
 
@@ -62,7 +54,7 @@ def ragged_experts(
     y_TH = torch.empty_like(x_TH)
     layer = _Layer(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input)
     if plan.path == "decode":
-        layer.gate_up_decode(x_TH, h_PN, plan.gate_up)
+        layer.gate_up(x_TH, h_PN, topk_ids_TK, None, plan.block_m, plan.gate_up)
         layer.down_decode(h_PN, y_TH, plan.down)
         return y_TH
     routing = route(topk_ids_TK, weights.table_E4, plan.block_m, weights.min_width)
@@ -131,40 +123,16 @@ class _Layer:
             BLOCK=block,
         )
 
-    def gate_up_decode(self, x_TH: Tensor, h_PN: Tensor, tiles: Tiles) -> None:
-        """Gate and up pair by pair."""
-        if tiles.dot:
-            self.gate_up(x_TH, h_PN, self.topk_ids_TK, None, MIN_DOT, tiles)
-            return
-        weights, blocks_n = self.weights, triton.cdiv(self.weights.padded_width, tiles.block_n)
-        if blocks_n == 0:
-            return
-        gate_up_decode_kernel[(self.pairs * blocks_n,)](
-            *(x_TH, weights.w13, weights.w13_scale, weights.w13_bias, weights.table_E4, self.topk_ids_TK),
-            *(self.topk_weights_TK, h_PN, weights.hidden, blocks_n, h_PN.stride(0)),
-            TOP_K=self.top_k,
-            ACTIVATION=self.activation,
-            HAS_BIAS=weights.w13_bias is not None,
-            EVEN_K=weights.hidden % tiles.block_k == 0,
-            STAGES=tiles.stages,
-            **self._common(x_TH, tiles),
-        )
-
     def down_decode(self, h_PN: Tensor, y_TH: Tensor, tiles: Tiles) -> None:
         """Down and the sum, token by token."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
-        kernel = down_decode_dot_kernel if tiles.dot else down_decode_kernel
-        own = (
-            {"EVEN_K": weights.unit % tiles.block_k == 0}
-            if tiles.dot
-            else {"SLOTS": triton.next_power_of_2(self.top_k), "STAGES": tiles.stages}
-        )
-        kernel[(len(y_TH) * blocks_n,)](
+        down_decode_kernel[(len(y_TH) * blocks_n,)](
             *(h_PN, weights.w2, weights.w2_scale, weights.w2_bias, weights.table_E4, self.topk_ids_TK),
             *(self.topk_weights_TK, y_TH, weights.hidden, blocks_n, h_PN.stride(0)),
             TOP_K=self.top_k,
             HAS_BIAS=weights.w2_bias is not None,
-            **own,
+            SLOTS=triton.next_power_of_2(self.top_k),
+            STAGES=tiles.stages,
             **self._common(h_PN, tiles),
         )
 

@@ -63,16 +63,16 @@ def product(
 
 @triton.jit
 def product_of_slots(
-    x_ptr_S, weight_S, w_ptr_S, scale_ptr_S, row_R, first_row, rows, channels_S,
+    x_ptr_S, w_ptr_S, scale_ptr_S, row_R, first_row, rows, channels_S,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``product`` for a single token per matrix, of several experts at once, without dot products.
 
     Everything is multiplied and summed in float32. All experts' weights are on their way at the same time.
 
     Args:
-        x_ptr_S, weight_S: where each expert's activations begin, and their factors if ``WEIGHTED``.
+        x_ptr_S: where each expert's activations begin.
         w_ptr_S, scale_ptr_S: where the experts' matrices and scales begin.
         row_R, first_row, rows: as in ``product``, the same of each matrix.
         channels_S: input channels; 0, the product is zero.
@@ -87,12 +87,9 @@ def product_of_slots(
         w_ptrs = w_ptr_S[:, None, None] + row_R[None, :, None] * channels_S[:, None, None] + column[None, None, :]
         acc_SRK = tl.zeros((SLOTS, ROWS, BLOCK_K), dtype=tl.float32)
         for k in tl.range(0, last, BLOCK_K, num_stages=STAGES):
-            x_SK = _slots(x_ptr_S, k + column, channels_S, weight_S, EVEN_K, WEIGHTED)
-            if EVEN_K:
-                w = tl.load(w_ptrs + k)
-            else:
-                inside = (k + column)[None, None, :] < channels_S[:, None, None]
-                w = tl.load(w_ptrs + k, mask=inside, other=0.0)
+            x_SK = _slots(x_ptr_S, k + column, channels_S)
+            inside = (k + column)[None, None, :] < channels_S[:, None, None]
+            w = tl.load(w_ptrs + k, mask=inside, other=0.0)
             acc_SRK += w.to(tl.float32) * x_SK[:, None, :]
         return tl.sum(acc_SRK, axis=2)
     else:
@@ -109,13 +106,10 @@ def product_of_slots(
         acc = tl.zeros((SLOTS, ROWS // 8, CHUNKS, 8), dtype=tl.float32)
         for k4 in tl.range(0, 4 * last, 4 * BLOCK_K, num_stages=STAGES):
             k = k4 // 4
-            x_SK = _slots(x_ptr_S, k + column, channels_S, weight_S, EVEN_K, WEIGHTED)
+            x_SK = _slots(x_ptr_S, k + column, channels_S)
             x_low, x_high = _in_order_of_bytes(x_SK, SLOTS, CHUNKS)
-            if EVEN_K:
-                packed = tl.load(w_ptrs + k4)
-            else:
-                inside = (k4 + byte)[None, None, :] < bytes_S[:, None, None]
-                packed = tl.load(w_ptrs + k4, mask=inside, other=0)
+            inside = (k4 + byte)[None, None, :] < bytes_S[:, None, None]
+            packed = tl.load(w_ptrs + k4, mask=inside, other=0)
             low, high = nibbles(packed, DTYPE, FAST)
             low = tl.reshape(low, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
             high = tl.reshape(high, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
@@ -157,13 +151,10 @@ def _tokens(x_ptrs_M1, live_M, column_K, channels, weight_M, EVEN_K: tl.constexp
 
 
 @triton.jit
-def _slots(x_ptr_S, column_K, channels_S, weight_S, EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr):
+def _slots(x_ptr_S, column_K, channels_S):
     """Activations ``[SLOTS, BLOCK_K]`` in float32, zero from column ``channels_S`` on."""
-    places = x_ptr_S[:, None] + column_K[None, :]
-    x = tl.load(places) if EVEN_K else tl.load(places, mask=column_K[None, :] < channels_S[:, None], other=0.0)
-    if WEIGHTED:
-        x = rounded(x.to(tl.float32) * weight_S[:, None], x.dtype)
-    return x.to(tl.float32)
+    mask = column_K[None, :] < channels_S[:, None]
+    return tl.load(x_ptr_S[:, None] + column_K[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -15,8 +15,8 @@ TOP_K = 2
 
 # Every constant that changes what a kernel computes, both ways, in sizes that a test can afford.
 PLANS = {
-    "decode": LaunchPlan("decode", Tiles(64, 128), Tiles(64, 64, stages=1)),
-    "decode-dot": LaunchPlan("decode", Tiles(64, 32, dot=True), Tiles(64, 64, dot=True)),
+    "decode": LaunchPlan("decode", Tiles(64, 64), Tiles(64, 64, stages=1)),
+    "decode-wide": LaunchPlan("decode", Tiles(64, 32), Tiles(16, 128)),
     "tiled-swap": LaunchPlan("tiled", Tiles(64, 32, group=2), Tiles(128, 32), block_m=16),
     "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group=3), block_m=32),
     "tiled": LaunchPlan(

@@ -59,7 +59,7 @@ def test_activations(device: torch.device, activation: str, plan: LaunchPlan) ->
         ("plain", "decode"),
         ("plain", "tiled"),
         ("group-32", "decode"),
-        ("group-32", "decode-dot"),
+        ("group-32", "decode-wide"),
         ("group-32", "tiled-swap"),
     ],
 )
@@ -71,7 +71,7 @@ def test_weight_on_input(device: torch.device, scheme: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "plan"), [(torch.int32, "decode"), (torch.int64, "decode-dot"), (torch.int64, "tiled-swap")]
+    ("dtype", "plan"), [(torch.int32, "decode"), (torch.int64, "decode-wide"), (torch.int64, "tiled-swap")]
 )
 def test_experts_that_are_not_there(device: torch.device, dtype: torch.dtype, plan: str) -> None:
     layer = RandomLayer(device)
@@ -142,7 +142,7 @@ def test_several_tiles_of_an_expert(device: torch.device, tokens: int, plan: str
     assert error(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.judge(*inputs)) < layer.bound
 
 
-@pytest.mark.parametrize("plan", ["decode", "decode-dot", "tiled-swap", "tiled"])
+@pytest.mark.parametrize("plan", ["decode", "decode-wide", "tiled-swap", "tiled"])
 def test_equal_bits_on_every_run(device: torch.device, plan: str) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(3)
