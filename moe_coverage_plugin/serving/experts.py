@@ -112,7 +112,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
             return
         # a build of vLLM for CPUs need not have Triton
-        from moe_coverage_plugin.serving.kernels import prepare, refusal, run_kernels
+        from moe_coverage_plugin.serving.kernels import compile_ahead, prepare, refusal, run_kernels
 
         reason = refusal(local.widths_E, local.hidden, group_size, torch.cuda.get_device_capability(device))
         if reason is not None:
@@ -126,6 +126,10 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             if tensor is not None:
                 self.storage.replace_parameter(layer, name, tensor)
         self.kernels = partial(run_kernels, weights=weights)
+        # else the first request of some length would wait for the compiler
+        of_layer = self.activation, layer.apply_router_weight_on_input
+        if compile_ahead(weights, self.moe.experts_per_token, self.moe.in_dtype, *of_layer):
+            logger.info("Kernels for experts of unequal width are compiled")
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:  # noqa: ARG002
         """None of vLLM's kernels runs, so there is nothing to tell them."""

@@ -7,7 +7,7 @@ from moe_coverage_plugin.serving.kernels.arithmetic import along_rows, along_tok
 from moe_coverage_plugin.serving.kernels.products import product, product_of_slots, tile_and_block
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def down_kernel(
     h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, z_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,
@@ -84,7 +84,7 @@ def sum_kernel(
     tl.store(y_ptrs, rounded(total, y_ptr.dtype.element_ty), mask=column < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_n"])
 def down_decode_kernel(
     h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -7,7 +7,7 @@ from moe_coverage_plugin.serving.kernels.arithmetic import activated, along_rows
 from moe_coverage_plugin.serving.kernels.products import product, tile_and_block
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def gate_up_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, h_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,

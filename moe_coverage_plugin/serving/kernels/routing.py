@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_KERNEL_PAIRS = 1024
-"""Up to here every program counts all pairs anew, which costs less than more launches."""
+ONE_KERNEL = ((64, 64), (1024, 1024))
+"""Up to so many pairs one kernel does it all, every program counting all pairs anew, by blocks of so many: that costs
+less than more launches."""
 
 PAIR_BLOCK, LARGE_PAIR_BLOCK = 64, 128
 # comparisons of pairs and others that a program holds at once: more than 32 for each thread would leave the registers
 RANK_BLOCK, LARGE_RANK_BLOCK = 64, 32
-COUNT_BLOCK, TILE_BLOCK, EXPERT_BLOCK = 1024, 64, 16
+TILE_BLOCK, EXPERT_BLOCK = 64, 16
 
 
 class Routing(NamedTuple):
@@ -39,6 +40,11 @@ def max_tiles(pairs: int, experts: int, block_m: int) -> int:
     """The most tiles that ``pairs`` pairs can need: one begun per expert that gets any, and the full ones."""
     begun = min(pairs, experts)
     return begun + (pairs - begun) // block_m
+
+
+def count_block(pairs: int) -> int | None:
+    """Pairs that one kernel counts at once, ``None`` where three kernels sort them."""
+    return next((block for limit, block in ONE_KERNEL if pairs <= limit), None)
 
 
 def route_reference(topk_ids_TK: Tensor, widths_E: Tensor, block_m: int, min_width: int = 1) -> Routing:
@@ -73,7 +79,8 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         torch.empty(tiles * block_m, dtype=torch.int32, device=device),
         torch.empty(tiles, dtype=torch.int32, device=device),
     )
-    one_kernel = pairs <= ONE_KERNEL_PAIRS
+    counted = count_block(pairs)
+    one_kernel = counted is not None
     pair_block = PAIR_BLOCK if one_kernel else LARGE_PAIR_BLOCK
     blocks, bins = triton.cdiv(pairs, pair_block), triton.next_power_of_2(experts)
     totals_E = earlier_BE = topk_ids_TK  # not read where one kernel does it all
@@ -98,7 +105,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         MIN_WIDTH=min_width,
         BLOCK_M=block_m,
         BLOCK=pair_block,
-        COUNT_BLOCK=min(COUNT_BLOCK, max(PAIR_BLOCK, triton.next_power_of_2(pairs))),
+        COUNT_BLOCK=counted or 0,
         RANK_BLOCK=RANK_BLOCK if one_kernel else LARGE_RANK_BLOCK,
         TILE_BLOCK=TILE_BLOCK,
         BINS=bins,

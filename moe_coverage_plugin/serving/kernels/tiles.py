@@ -105,5 +105,14 @@ def choose(pairs: int, experts: int, bits: int, itemsize: int = 2) -> LaunchPlan
     if itemsize == 4:
         return _FLOAT32
     decode, tiled = (_DECODE_PLAIN, _PLAIN) if bits == 16 else (_DECODE_PACKED, _PACKED)
-    few = [plan for limit, plan in decode if pairs <= limit]
+    # pairs of one expert would each read its weights anew: few should meet
+    few = [plan for limit, plan in decode if pairs <= limit and 3 * pairs <= experts]
     return few[0] if few else next(plan for limit, plan in tiled if pairs / experts <= limit)
+
+
+def all_plans(bits: int, itemsize: int = 2) -> list[LaunchPlan]:
+    """Every plan that ``choose`` may give, the smallest first."""
+    if itemsize == 4:
+        return [_FLOAT32]
+    tables = (_DECODE_PLAIN, _PLAIN) if bits == 16 else (_DECODE_PACKED, _PACKED)
+    return [plan for table in tables for _, plan in table]

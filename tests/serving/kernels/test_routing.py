@@ -29,9 +29,11 @@ def routings(draw) -> tuple[torch.Tensor, list[int]]:
     return torch.randint(low, experts, (tokens, top_k), generator=generator).to(dtype), widths
 
 
-@pytest.mark.parametrize("one_kernel_pairs", [routing.ONE_KERNEL_PAIRS, 0], ids=["one-kernel", "three-kernels"])
-def test_equals_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch, one_kernel_pairs: int) -> None:
-    monkeypatch.setattr(routing, "ONE_KERNEL_PAIRS", one_kernel_pairs)
+@pytest.mark.parametrize("one_kernel", [routing.ONE_KERNEL, ()], ids=["one-kernel", "three-kernels"])
+def test_equals_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, one_kernel: tuple[tuple[int, int], ...]
+) -> None:
+    monkeypatch.setattr(routing, "ONE_KERNEL", one_kernel)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(routings(), st.sampled_from([16, 32, 128]), st.sampled_from([0, 1]))

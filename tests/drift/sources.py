@@ -1,0 +1,291 @@
+"""Finds definitions in the source files of packages, without importing them: they need not even be installed."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """What a name stands for: a module, class, function or assignment, and where it is written.
+
+    Attributes:
+        path: ``package.module.Class.method``.
+        module: the module that holds it, in whose names it is to be read.
+    """
+
+    path: str
+    module: str
+    node: ast.AST
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes, without ``self``."""
+
+    positional: tuple[str, ...]
+    keywords: frozenset[str]
+    required: frozenset[str]
+    any_positional: bool = False
+    any_keyword: bool = False
+
+    @classmethod
+    def of(cls, function: Function, bound: int = 0) -> Signature:
+        """Signature of a function whose first ``bound`` parameters are given already."""
+        given = function.args
+        positional = [*given.posonlyargs, *given.args]
+        optional = {each.arg for each in positional[len(positional) - len(given.defaults) :]}
+        optional |= {each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+        named = [*given.args[max(bound - len(given.posonlyargs), 0) :], *given.kwonlyargs]
+        every = {each.arg for each in (*positional[bound:], *given.kwonlyargs)}
+        return cls(
+            positional=tuple(each.arg for each in positional[bound:]),
+            keywords=frozenset(each.arg for each in named),
+            required=frozenset(every - optional),
+            any_positional=given.vararg is not None,
+            any_keyword=given.kwarg is not None,
+        )
+
+
+def decorators(node: Function | ast.ClassDef) -> set[str]:
+    """Last parts of the names of a definition's decorators: ``setter`` for ``@x.setter``."""
+    called = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
+    return {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called}
+
+
+def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or class, those under ``if``, ``try`` and ``with`` too."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(node, (ast.ClassDef, *Function.__args__)):
+                yield from statements(getattr(node, field, ()))
+        for handler in getattr(node, "handlers", ()):
+            yield from statements(handler.body)
+
+
+def bound_names(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement binds."""
+    if isinstance(node, (ast.ClassDef, *Function.__args__)):
+        yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        for alias in node.names:
+            yield alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0])
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (each.id for target in targets for each in ast.walk(target or ast.Pass()) if hasattr(each, "id"))
+
+
+class Sources:
+    """Packages as trees of files: those given, and whatever else this interpreter could import.
+
+    Args:
+        roots: directory of each package that is not to be taken from the installed ones.
+    """
+
+    def __init__(self, roots: Mapping[str, Path]) -> None:
+        self._roots = dict(roots)
+        # instances live as long as a check, so what they hold may live as long as they do
+        self.tree, self.bindings = cache(self.tree), cache(self.bindings)
+        self.lookup, self.mro, self.member = cache(self.lookup), cache(self.mro), cache(self.member)
+
+    def root(self, package: str) -> Path | None:
+        """Directory of a package, or file of a module that is none."""
+        if package not in self._roots and (spec := find_spec(package)) is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            self._roots[package] = origin.parent if origin.name == "__init__.py" else origin
+        return self._roots.get(package)
+
+    def version(self, package: str) -> str:
+        """Version in the name of the metadata beside a package or in its ``_version.py``."""
+        root = self.root(package)
+        assert root is not None, f"{package} was found"
+        for path in root.parent.glob("*.dist-info"):
+            if match := re.fullmatch(rf"{package}(?:_cpu)?-(.+)\.dist-info", path.name):
+                return match[1]
+        file = root / "_version.py"
+        match = re.search(r"version = '([^']+)'", file.read_text()) if file.is_file() else None
+        return match[1] if match else "unknown"
+
+    def file(self, module: str) -> Path | None:
+        """The file of a module."""
+        package, *rest = module.split(".")
+        if (root := self.root(package)) is None or root.suffix == ".py":
+            return root if not rest else None
+        path = root.joinpath(*rest)
+        return next((file for file in (path / "__init__.py", path.with_name(path.name + ".py")) if file.is_file()), None)
+
+    def tree(self, module: str) -> ast.Module:
+        """The parsed file of a module."""
+        file = self.file(module)
+        assert file is not None, f"{module} was found"
+        return ast.parse(file.read_text(), str(file))
+
+    def bindings(self, module: str) -> dict[str, list[ast.stmt]]:
+        """Statements that bind each name of a module, definitions and imports before assignments, last ones first."""
+        names: dict[str, list[ast.stmt]] = {}
+        for node in statements(self.tree(module).body):
+            for name in bound_names(node):
+                names.setdefault(name, []).insert(0, node)
+        for nodes in names.values():
+            nodes.sort(key=lambda node: isinstance(node, (ast.Assign, ast.AnnAssign)) or is_overload(node))
+        return names
+
+    def absolute(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that an import names, which may be relative to ``module``."""
+        if not node.level:
+            return node.module or ""
+        file = self.file(module)
+        above = module.split(".")[: -node.level + (file is not None and file.name == "__init__.py") or None]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+    def find(self, path: str) -> Definition | None:
+        """What a dotted path stands for, members of classes included."""
+        parts = path.split(".")
+        count = next((n for n in range(len(parts), 0, -1) if self.file(".".join(parts[:n]))), 0)
+        if not count:
+            return None
+        module = ".".join(parts[:count])
+        found: Definition | None = Definition(module, module, self.tree(module))
+        for part in parts[count:]:
+            if found is None:
+                return None
+            found = self.lookup(found.path, part) if isinstance(found.node, ast.Module) else self.inner(found, part)
+        return found
+
+    def inner(self, outer: Definition, name: str) -> Definition | None:
+        """A member of a class, or a function defined in a function."""
+        if isinstance(outer.node, ast.ClassDef):
+            return self.member(outer, name)
+        inside = (each for each in ast.walk(outer.node) if isinstance(each, Function) and each.name == name)
+        return next((Definition(f"{outer.path}.{name}", outer.module, each) for each in inside), None)
+
+    def lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
+        """What a name of a module stands for, through re-exports."""
+        if (module, name) in seen or self.file(module) is None:
+            return None
+        seen |= {(module, name)}
+        for node in self.bindings(module).get(name, ()):
+            if (found := self._follow(module, name, node, seen)) is not None:
+                return found
+        if self.file(f"{module}.{name}") is not None:
+            return Definition(f"{module}.{name}", f"{module}.{name}", self.tree(f"{module}.{name}"))
+        for node in self.bindings(module).get("*", ()):
+            assert isinstance(node, ast.ImportFrom)
+            if (found := self.lookup(self.absolute(module, node), name, seen)) is not None:
+                return found
+        return None
+
+    def _follow(self, module: str, name: str, node: ast.stmt, seen: frozenset[tuple[str, str]]) -> Definition | None:
+        if isinstance(node, ast.ImportFrom):
+            original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
+            source = self.absolute(module, node)
+            # a package may import its own submodule, which its names do not bind otherwise
+            return self.lookup(source, original, seen) or self._submodule(source, original)
+        if isinstance(node, ast.Import):
+            alias = next(each for each in node.names if name in (each.asname, each.name.partition(".")[0]))
+            return self.find(alias.name if alias.asname else name)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+            if (found := self.lookup(module, node.value.id, seen)) is not None:
+                return found
+        return Definition(f"{module}.{name}", module, node)
+
+    def _submodule(self, module: str, name: str) -> Definition | None:
+        path = f"{module}.{name}"
+        return Definition(path, path, self.tree(path)) if self.file(path) is not None else None
+
+    def mro(self, cls: Definition) -> tuple[tuple[Definition, ...], bool]:
+        """A class and all its bases, depth first, and whether all of them were found."""
+        assert isinstance(cls.node, ast.ClassDef)
+        classes, complete = {cls.path: cls}, True
+        for base in cls.node.bases:
+            name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            found = self.named(cls.module, name)
+            if found is not None and isinstance(found.node, ast.ClassDef):
+                above, all_found = self.mro(found)
+                classes |= {each.path: each for each in above if each.path not in classes}
+                complete &= all_found
+            else:
+                complete &= name == "object"
+        return tuple(classes.values()), complete
+
+    def named(self, module: str, dotted: str) -> Definition | None:
+        """What a dotted name stands for where a module writes it."""
+        first, *rest = dotted.split(".")
+        found = self.lookup(module, first)
+        for part in rest:
+            if found is None:
+                return None
+            found = self.lookup(found.path, part) if isinstance(found.node, ast.Module) else self.inner(found, part)
+        return found
+
+    def member(self, cls: Definition, name: str) -> Definition | None:
+        """A method, field or attribute of a class or its bases."""
+        for each in self.mro(cls)[0]:
+            if nodes := class_bindings(each.node).get(name):
+                return Definition(f"{each.path}.{name}", each.module, nodes[0])
+        return None
+
+    def constructor(self, cls: Definition) -> Signature | None:
+        """What a class takes; ``None`` where its bases were not all found."""
+        classes, complete = self.mro(cls)
+        for each in classes:
+            own = [node for node in class_bindings(each.node).get("__init__", ()) if isinstance(node, Function)]
+            if each.path == "pydantic.main.BaseModel" or (not own and "dataclass" in decorators(each.node)):
+                return _fields(classes)
+            if own:
+                return Signature.of(own[0], bound=1)
+        return Signature((), frozenset(), frozenset()) if complete else None
+
+
+def is_overload(node: ast.AST) -> bool:
+    return isinstance(node, Function) and "overload" in decorators(node)
+
+
+def is_builtin(name: str) -> bool:
+    return hasattr(builtins, name)
+
+
+@cache
+def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.stmt]]:
+    """Statements that bind each member of a class, by its body or through ``self`` in its methods."""
+    names: dict[str, list[ast.stmt]] = {}
+    for statement in statements(node.body):
+        for name in bound_names(statement):
+            names.setdefault(name, []).append(statement)
+    for method in [each for each in statements(node.body) if isinstance(each, Function)]:
+        for statement in ast.walk(method):
+            if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                continue
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in (each for target in targets for each in ast.walk(target)):
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls"):
+                    names.setdefault(target.attr, []).append(statement)
+    for nodes in names.values():
+        nodes.sort(key=lambda node: isinstance(node, ast.Assign) or is_overload(node))
+    return names
+
+
+def _fields(classes: Iterable[Definition]) -> Signature:
+    """Signature of a dataclass or pydantic model, by its annotated fields."""
+    fields = {
+        node.target.id: node.value is None
+        for each in reversed([*classes])
+        for node in each.node.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_"
+    }
+    required = frozenset(name for name, is_required in fields.items() if is_required)
+    return Signature(tuple(fields), frozenset(fields), required)

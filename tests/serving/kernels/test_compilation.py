@@ -1,0 +1,46 @@
+import pytest
+import torch
+import triton
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from moe_coverage_plugin.serving.kernels import compilation
+from moe_coverage_plugin.serving.kernels.compilation import compile_ahead, runs
+from moe_coverage_plugin.serving.kernels.launch import ragged_experts
+from moe_coverage_plugin.serving.kernels.routing import count_block
+from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, choose
+from tests.serving.kernels.random_layers import TOP_K, RandomLayer
+
+
+def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
+    """All that tells compiled kernels apart for one kind of layer."""
+    return plan, plan.path == "tiled" and count_block(pairs)
+
+
+@given(st.integers(1, 40_000), st.integers(1, 12), st.integers(1, 256), st.sampled_from([4, 16]))
+@example(128, 8, 128, 16)
+@example(129, 8, 128, 4)
+def test_no_number_of_tokens_needs_other_kernels(tokens: int, top_k: int, experts: int, bits: int) -> None:
+    ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k)}
+    assert kernels(choose(tokens * top_k, experts, bits), tokens * top_k) in ahead
+
+
+@pytest.mark.parametrize("scheme", ["plain", "group-32"])
+def test_a_kind_of_layer_is_compiled_once(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr(compilation, "ONE_KERNEL", ((2, 64), (4, 1024)))  # fewer tokens for the interpreter
+    weights = RandomLayer(device, scheme, torch.float32).weights
+    assert compile_ahead(weights, TOP_K, torch.float32, "silu", False)
+    assert not compile_ahead(weights, TOP_K, torch.float32, "silu", False)
+    assert compile_ahead(weights, TOP_K, torch.float32, "silu", True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scheme", ["plain-blocks", "group-64"])
+def test_nothing_is_compiled_while_serving(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    layer = RandomLayer(device, scheme)
+    compile_ahead(layer.weights, TOP_K, torch.bfloat16, "silu", False)
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"]))
+    for tokens in (1, 3, 8, 33, 129, 520, 700, 3000):
+        ragged_experts(*layer.inputs(tokens), layer.weights)
+    assert not compiled
