@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-NIBBLE_DEVIATION = 4.6
-"""Standard deviation of a nibble whose bits are random."""
+NIBBLE_DEVIATION = 4.18
+"""Standard deviation of packed values: -7 to 7, of which 0 is twice as likely as any other."""
 
 SMALL_BYTES = 2**20
 
@@ -20,8 +20,8 @@ def fill_at_random(model: Any, seed: int) -> None:
     """Give a loaded model the weights of an untrained one, in whatever layout its kernels want them.
 
     vLLM's own random weights are the same in every layer and leave packed words as the memory was; cards draw less
-    power on zeros, and run faster. Here all bits of packed words are random, scales and plain weights keep the size
-    of hidden states, norms are 1. In place, so that captured graphs see it.
+    power on zeros, and run faster. Here packed values are random, scales and plain weights keep the size of hidden
+    states, norms are 1. In place, so that captured graphs see it.
 
     Args:
         model: a vLLM model after loading.
@@ -36,8 +36,7 @@ def fill_at_random(model: Any, seed: int) -> None:
         if not parameter.is_floating_point():
             # shapes and orders of columns are integers too; some releases give packed words a second name
             if name.endswith(("weight_packed", "weight")):
-                limits = torch.iinfo(parameter.dtype)
-                parameter.random_(limits.min, limits.max + 1, generator=generator)
+                fill_packed(parameter, generator)
             else:
                 assert parameter.nbytes < SMALL_BYTES, f"{name} may hold weights, and was not filled"
         elif name.endswith("scale"):
@@ -47,6 +46,18 @@ def fill_at_random(model: Any, seed: int) -> None:
             parameter.fill_(1)
         else:
             parameter.normal_(0, embedding_deviation if "embed_tokens" in name else deviation, generator=generator)
+
+
+def fill_packed(words: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill integers with random nibbles of 1 to 15, which stand for -7 to 7; 8 also in place of 0.
+
+    With 0 among them the mean would be below zero: then one direction grows from layer to layer, in the end all
+    tokens look alike, and a few experts get them all.
+    """
+    limits = torch.iinfo(words.dtype)
+    words.random_(limits.min, limits.max + 1, generator=generator)
+    for shift in range(0, limits.bits, 4):
+        words |= (words >> shift & 0xF == 0).to(words.dtype) << (shift + 3)
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:

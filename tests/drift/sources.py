@@ -126,7 +126,9 @@ class Sources:
         if (root := self.root(package)) is None or root.suffix == ".py":
             return root if not rest else None
         path = root.joinpath(*rest)
-        return next((file for file in (path / "__init__.py", path.with_name(path.name + ".py")) if file.is_file()), None)
+        return next(
+            (file for file in (path / "__init__.py", path.with_name(path.name + ".py")) if file.is_file()), None
+        )
 
     def tree(self, module: str) -> ast.Module:
         """The parsed file of a module."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.serving.__main__ import error_words
 from benchmarks.serving.checkpoints import BLOCKS, FULL, SMALL, VARIANTS, random_widths, write_checkpoint
-from benchmarks.serving.parameters import fill_at_random, parameter_bytes
+from benchmarks.serving.parameters import NIBBLE_DEVIATION, fill_at_random, fill_packed, parameter_bytes
 from benchmarks.serving.ratios import ratios, table
 from benchmarks.serving.variant import check_method
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
@@ -110,6 +110,18 @@ def test_random_parameters_are_those_of_a_model() -> None:
     assert 0 < scale.min() <= scale.max() < 0.05
     assert 0.9 < layer.weight.float().std() * 8 < 1.1
     assert 0.9 < layer.embed_tokens.float().std() / 4 < 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_packed_values_have_no_mean(dtype: torch.dtype) -> None:
+    words = torch.empty(40_000, dtype=dtype)
+    fill_packed(words, torch.Generator().manual_seed(0))
+    packed = words.view(torch.uint8)
+    values = torch.cat([packed & 0xF, packed >> 4]).float() - 8
+    assert values.unique().tolist() == list(range(-7, 8))
+    # four deviations of the mean of so many
+    assert values.mean().abs() < 4 * NIBBLE_DEVIATION / len(values) ** 0.5
+    assert values.std().item() == pytest.approx(NIBBLE_DEVIATION, rel=0.02)
 
 
 def test_parameters_of_two_names_are_counted_once() -> None:
