@@ -29,7 +29,7 @@ lint: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/ruff format --check .
 	$(COMPRESS)/bin/lint-imports
 	$(COMPRESS)/bin/pyright --pythonpath $(COMPRESS)/bin/python
-	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving
+	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
 
 test-compress: $(COMPRESS)/.ready
 	$(COMPRESS)/bin/python -m pytest tests --ignore tests/serving

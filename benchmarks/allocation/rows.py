@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
 IDENTITY = ("model", "table", "name", "sparsity", "bits", "seed", "calibration_sha256", "evaluation_sha256", "dtype")
-OF_THE_RUN = ("--share", "--results")
 FIGURES = ("bytes", "sparse_bytes", "loss", "losses", "refusal", "removed", "removed_experts")
 Key = tuple[object, ...]
 
@@ -101,21 +99,3 @@ def append_row(path: Path, row: Row) -> None:
 def versions() -> dict[str, str]:
     """Versions of what computes."""
     return {package: version(package) for package in PACKAGES}
-
-
-def command(arguments: Sequence[str]) -> str:
-    """The command line without what says who measured which row and where it was written.
-
-    Files outside the working directory by name only, their place means nothing elsewhere.
-    """
-    about_the_run = [index + offset for index, each in enumerate(arguments) if each in OF_THE_RUN for offset in (0, 1)]
-    kept = [each for index, each in enumerate(arguments) if index not in about_the_run]
-    return shlex.join(["python", "-m", "benchmarks.allocation", *map(_portable, kept)])
-
-
-def _portable(argument: str) -> str:
-    name, separator, path = argument.rpartition("=")
-    if "/" not in path:
-        return argument
-    place, here = Path(path).resolve(), Path.cwd()
-    return f"{name}{separator}{place.relative_to(here) if place.is_relative_to(here) else place.name}"

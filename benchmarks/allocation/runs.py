@@ -20,8 +20,12 @@ from benchmarks.allocation import rows, tables, text
 from benchmarks.allocation.bench import Bench, open_linear
 from benchmarks.allocation.tables import Setting
 from benchmarks.allocation.text import Source, Windows
+from benchmarks.commands import portable
 from benchmarks.plan import processor
 from moe_coverage_plugin.manifest import CoverageError
+
+OF_THE_RUN = ("--share", "--results")
+"""Who measured which row, and where it was written."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
         "model": plan.name,
         "evaluation": "; ".join(windows.description for windows in evaluation.values()),
         "evaluation_sha256": _joint_hash(evaluation.values()),
-        "command": rows.command(sys.argv[1:]),
+        "command": portable("benchmarks.allocation", sys.argv[1:], OF_THE_RUN),
         "device": _device_name(device),
         "dtype": plan.dtype,
         "versions": rows.versions(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tabulate import tabulate
+from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not where vLLM is
 
 from benchmarks.kernels.rows import Row, read_rows
 from benchmarks.kernels.shapes import SHAPES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,9 +68,3 @@ def append_row(path: Path, row: Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(row)) + "\n")
-
-
-def command(arguments: Sequence[str]) -> str:
-    """The command line without where results were written."""
-    place = arguments.index("--results") if "--results" in arguments else len(arguments)
-    return shlex.join(["python", "-m", "benchmarks.kernels", *arguments[:place], *arguments[place + 2 :]])

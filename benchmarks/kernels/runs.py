@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.commands import portable
 from benchmarks.kernels.layers import Call, Layer, draw, ours, random_tensors, stock
-from benchmarks.kernels.rows import Row, append_row, command
+from benchmarks.kernels.rows import Row, append_row
 from benchmarks.kernels.shapes import GROUP_SIZE, Shape, copies_needed, mean_bytes, random_widths
 from benchmarks.kernels.timing import capture, medians_us
 
@@ -75,7 +76,7 @@ class Measurement:
             terabytes_per_second=weight_bytes / ours_us / 1e6,
             card=torch.cuda.get_device_name(),
             versions=versions(),
-            command=command(sys.argv[1:]),
+            command=portable("benchmarks.kernels", sys.argv[1:], {"--results"}),
             seed=self.seed,
         )
 

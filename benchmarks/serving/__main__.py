@@ -6,7 +6,8 @@ channels gone, random widths in blocks of 128), stock16 and ours16 (bfloat16). M
 tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens, seconds of the start. Prints
 ratios and writes all figures with the card and versions; the file is written anew after every variant.
 
-    python -m benchmarks.serving --output benchmarks/serving.json
+    python -m benchmarks.serving --output benchmarks/results/serving.json
+    python -m benchmarks.serving --render benchmarks/results/serving.json
     VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.serving --small --enforce-eager --output /tmp/serving.json
 """
 
@@ -16,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import portable
 from benchmarks.serving.checkpoints import FULL, SMALL, VARIANTS, write_checkpoint
 from benchmarks.serving.ratios import ratios, table
 
@@ -47,13 +48,25 @@ SMALL_WORK = Work(batches=(1, 4), prompt=16, new=8, prefill=64, max_model_len=12
 
 def main() -> None:
     args = _parser().parse_args()
+    if args.render:
+        # tabulate is not in every environment that has vLLM
+        from benchmarks.markers import RESULTS
+        from benchmarks.serving.render import write_results
+
+        write_results(args.render, RESULTS)
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure the variants one after the other, and leave with 1 if one failed."""
     shape = dict(SMALL if args.small else FULL)
     if args.layers:
         shape["num_hidden_layers"] = args.layers
     options = {name: getattr(args, name) for name in ("gpu_memory_utilization", "enforce_eager", "seed")}
     request = asdict(SMALL_WORK if args.small else Work()) | options
     record: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]]),
+        "command": portable("benchmarks.serving", sys.argv[1:], {"--output", "--logs"}),
         "seed": args.seed,
         "environment": None,
         "shape": shape,
@@ -113,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--output", type=Path, help="JSON file to write")
+    task.add_argument("--render", type=Path, metavar="FILE", help="measure nothing, write RESULTS.md from such a file")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)

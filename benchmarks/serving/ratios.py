@@ -15,7 +15,7 @@ def ratios(variants: dict[str, Figures]) -> dict[str, dict[str, float]]:
     Args:
         variants: figures by variant as ``Bench.measure`` returns them, or ``{"error": words}``.
     """
-    found = {name: _comparable(figures) for name, figures in variants.items() if "error" not in figures}
+    found = {name: comparable(figures) for name, figures in variants.items() if "error" not in figures}
     return {
         f"{ours} / {stock}": {kind: value / found[stock][kind] for kind, value in found[ours].items()}
         for ours, stock in PAIRS
@@ -23,7 +23,8 @@ def ratios(variants: dict[str, Figures]) -> dict[str, dict[str, float]]:
     }
 
 
-def _comparable(figures: Figures) -> dict[str, float]:
+def comparable(figures: Figures) -> dict[str, float]:
+    """The figures of a variant that ratios are taken of, by what they are."""
     weights = figures["loading_bytes"] or figures["parameter_bytes"]
     decode = {f"decode tokens/s, batch {row['batch']}": row["tokens_per_second"] for row in figures["decode"]}
     prefill = figures["prefill"]

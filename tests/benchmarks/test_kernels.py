@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.kernels import render
 from benchmarks.kernels.layers import Layer, draw, random_tensors
-from benchmarks.kernels.rows import Row, append_row, command, read_rows
+from benchmarks.kernels.rows import Row, append_row, read_rows
 from benchmarks.kernels.shapes import SHAPES, Shape, copies_needed, expert_bytes, mean_bytes, random_widths
 from benchmarks.markers import TITLE
 from moe_coverage_plugin import CoverageError
@@ -129,13 +129,6 @@ def test_rows_come_back_and_later_ones_replace_earlier(tmp_path: Path):
     for row in (ROW, FAILED, later):
         append_row(file, row)
     assert read_rows([file]) == [later, FAILED]
-
-
-def test_command_leaves_out_where_results_go():
-    assert command(["--bits", "4", "--results", "x.jsonl", "--seed", "1"]) == (
-        "python -m benchmarks.kernels --bits 4 --seed 1"
-    )
-    assert command(["--bits", "4"]) == "python -m benchmarks.kernels --bits 4"
 
 
 def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():

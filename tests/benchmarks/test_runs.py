@@ -108,18 +108,6 @@ def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
     assert unpruned.seed == 0
 
 
-def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--calibration", "c4=/data/c4.txt@100", "x=../y/x.txt", "--model", "m=models/mini", "--windows", "3"]
-    expected = "--calibration c4=c4.txt@100 x=x.txt --model m=models/mini --windows 3"
-    assert rows.command(arguments) == f"python -m benchmarks.allocation {expected}"
-
-
-def test_the_share_of_a_process_is_not_part_of_the_command():
-    arguments = ["--share", "2/8", "--tables", "main", "--results", "out/2.jsonl"]
-    assert rows.command(arguments) == "python -m benchmarks.allocation --tables main"
-
-
 @pytest.mark.parametrize("argument", ["0/2", "3/2", "1", "a/b", "1/0"])
 def test_shares_that_are_none(argument: str):
     with pytest.raises(argparse.ArgumentTypeError, match="is no share"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,27 +66,27 @@ def decorators(node: Function | ast.ClassDef) -> set[str]:
     return {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called}
 
 
-def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module or class, those under ``if``, ``try`` and ``with`` too."""
-    for node in body:
-        yield node
-        for field in ("body", "orelse", "finalbody"):
-            if not isinstance(node, (ast.ClassDef, *Function.__args__)):
-                yield from statements(getattr(node, field, ()))
-        for handler in getattr(node, "handlers", ()):
-            yield from statements(handler.body)
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """What is written in a module, class or function, without the insides of functions and classes in it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, DEFINITIONS):
+            yield from own_nodes(child)
 
 
-def bound_names(node: ast.stmt) -> Iterator[str]:
-    """Names that a statement binds."""
-    if isinstance(node, (ast.ClassDef, *Function.__args__)):
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """Names that a definition, import or assignment binds."""
+    if isinstance(node, DEFINITIONS):
         yield node.name
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         for alias in node.names:
             yield alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0])
-    else:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        yield from (each.id for target in targets for each in ast.walk(target or ast.Pass()) if hasattr(each, "id"))
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        yield from (each.id for target in targets(node) for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 class Sources:
@@ -136,10 +136,10 @@ class Sources:
         assert file is not None, f"{module} was found"
         return ast.parse(file.read_text(), str(file))
 
-    def bindings(self, module: str) -> dict[str, list[ast.stmt]]:
+    def bindings(self, module: str) -> dict[str, list[ast.AST]]:
         """Statements that bind each name of a module, definitions and imports before assignments, last ones first."""
-        names: dict[str, list[ast.stmt]] = {}
-        for node in statements(self.tree(module).body):
+        names: dict[str, list[ast.AST]] = {}
+        for node in own_nodes(self.tree(module)):
             for name in bound_names(node):
                 names.setdefault(name, []).insert(0, node)
         for nodes in names.values():
@@ -191,7 +191,7 @@ class Sources:
                 return found
         return None
 
-    def _follow(self, module: str, name: str, node: ast.stmt, seen: frozenset[tuple[str, str]]) -> Definition | None:
+    def _follow(self, module: str, name: str, node: ast.AST, seen: frozenset[tuple[str, str]]) -> Definition | None:
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
             source = self.absolute(module, node)
@@ -257,25 +257,17 @@ def is_overload(node: ast.AST) -> bool:
     return isinstance(node, Function) and "overload" in decorators(node)
 
 
-def is_builtin(name: str) -> bool:
-    return hasattr(builtins, name)
-
-
 @cache
-def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.stmt]]:
+def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
     """Statements that bind each member of a class, by its body or through ``self`` in its methods."""
-    names: dict[str, list[ast.stmt]] = {}
-    for statement in statements(node.body):
-        for name in bound_names(statement):
-            names.setdefault(name, []).append(statement)
-    for method in [each for each in statements(node.body) if isinstance(each, Function)]:
-        for statement in ast.walk(method):
-            if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-                continue
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in (each for target in targets for each in ast.walk(target)):
-                if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls"):
-                    names.setdefault(target.attr, []).append(statement)
+    names: dict[str, list[ast.AST]] = {}
+    for each in own_nodes(node):
+        for name in bound_names(each):
+            names.setdefault(name, []).append(each)
+    for assignment in (each for each in ast.walk(node) if isinstance(each, (ast.Assign, ast.AnnAssign))):
+        for target in (part for target in targets(assignment) for part in ast.walk(target)):
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls"):
+                names.setdefault(target.attr, []).append(assignment)
     for nodes in names.values():
         nodes.sort(key=lambda node: isinstance(node, ast.Assign) or is_overload(node))
     return names

@@ -1,0 +1,75 @@
+"""Writes the part of RESULTS.md on serving from one measured file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not where vLLM is
+
+from benchmarks.markers import markers, write_between
+from benchmarks.serving.ratios import Figures, comparable, ratios
+
+NAME = "serving"
+BEGIN, END = markers(NAME)
+INTRODUCTION = f"""## Serving, end to end
+
+Written by `python -m benchmarks.serving --render`. Each variant is a model of random weights in an engine of its own:
+`stock4` unpruned in W4A16, `stock16` unpruned in bfloat16, `ours4` and `ours16` the same without a quarter of the
+expert channels.
+
+{BEGIN}
+{END}
+"""
+
+
+def write_results(file: Path, path: Path) -> None:
+    """Put the tables of a run between the markers of ``path``.
+
+    Raises:
+        CoverageError: a page without markers.
+    """
+    write_between(path, NAME, INTRODUCTION, section(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def section(record: dict[str, Any]) -> str:
+    """Head, figures of every variant, and their ratios."""
+    shape, asked, where = record["shape"], record["request"], record["environment"]
+    measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
+    head = [
+        f"Card: {where['card']}.",
+        f"Versions: {', '.join(f'{package} {version}' for package, version in where['versions'].items())}.",
+        f"Command: `{record['command']}`",
+        f"Seed: {record['seed']}.",
+        f"Shape: {shape['num_hidden_layers']} layers of {shape['num_experts']} experts with "
+        f"{shape['moe_intermediate_size']} channels before pruning, hidden size {shape['hidden_size']}, "
+        f"{shape['num_experts_per_tok']} experts per token.",
+        f"Decoding: {asked['new']} tokens after prompts of {asked['prompt']}, medians of repeated runs; "
+        f"{'without graphs' if asked['enforce_eager'] else 'graphs as vLLM has them by default'}.",
+        *(f"{name} failed: {figures['error']}" for name, figures in record["variants"].items() if "error" in figures),
+    ]
+    parts = ["\n".join(f"- {line}" for line in head), _table({n: _shown(f) for n, f in measured.items()})]
+    columns = ratios(record["variants"])
+    if columns:
+        parts.append(_table({n: {kind: f"{v:.3f}" for kind, v in ratio.items()} for n, ratio in columns.items()}))
+    return "\n\n".join(parts)
+
+
+def _shown(figures: Figures) -> dict[str, str]:
+    shown = {kind: f"{value:,.0f}" for kind, value in comparable(figures).items() if "seconds" not in kind}
+    seconds = {kind: f"{value:.4f}" for kind, value in comparable(figures).items() if "seconds" in kind}
+    routing = figures["routing"]
+    met = routing["distinct_experts"]
+    if met is not None:
+        shown[f"experts that {routing['tokens']} tokens meet in a layer"] = (
+            f"{met:.1f} ({routing['if_even']:.1f} if all were equally likely)"
+        )
+    return shown | seconds | {"seconds to start": f"{figures['startup_seconds']:.0f}"}
+
+
+def _table(columns: dict[str, dict[str, str]]) -> str:
+    kinds = list(next(iter(columns.values())))
+    cells = [(kind, *(column.get(kind, "") for column in columns.values())) for kind in kinds]
+    aligned = ("left", *["right"] * len(columns))
+    return tabulate(cells, ("", *columns), tablefmt="github", disable_numparse=True, colalign=aligned)

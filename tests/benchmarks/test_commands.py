@@ -1,0 +1,28 @@
+"""Commands as results quote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.commands import portable
+
+
+def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--calibration", "c4=/data/c4.txt@100", "x=../y/x.txt", "--model", "m=models/mini", "--windows", "3"]
+    expected = "--calibration c4=c4.txt@100 x=x.txt --model m=models/mini --windows 3"
+    assert portable("benchmarks.allocation", arguments, ()) == f"python -m benchmarks.allocation {expected}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--share", "2/8", "--tables", "main", "--results", "out/2.jsonl"], " --tables main"),
+        (["--bits", "4"], " --bits 4"),
+        ([], ""),
+    ],
+)
+def test_what_changes_no_figure_is_left_out(arguments: list[str], kept: str):
+    assert portable("benchmarks.m", arguments, {"--share", "--results"}) == f"python -m benchmarks.m{kept}"

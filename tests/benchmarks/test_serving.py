@@ -1,0 +1,59 @@
+"""The page of the end-to-end benchmark; its run is tested where vLLM is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markers import TITLE
+from benchmarks.serving.render import INTRODUCTION, section, write_results
+
+
+def figures(gigabytes: float, tokens_per_second: float, distinct: float | None = 126.0) -> dict[str, Any]:
+    return {
+        "experts_run_by": ["Method"],
+        "startup_seconds": 50.0,
+        "loading_bytes": int(gigabytes * 1e9),
+        "parameter_bytes": int(gigabytes * 1e9),
+        "decode": [{"batch": 64, "tokens_per_second": tokens_per_second}],
+        "prefill": {"tokens": 2048, "median_seconds": 0.05},
+        "routing": {"tokens": 64, "distinct_experts": distinct, "if_even": 125.9},
+    }
+
+
+RECORD = {
+    "command": "python -m benchmarks.serving",
+    "seed": 3,
+    "environment": {"card": "a card", "versions": {"vllm": "1", "torch": "2"}},
+    "shape": {
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "hidden_size": 2048,
+        "num_experts_per_tok": 8,
+    },
+    "request": {"new": 128, "prompt": 128, "enforce_eager": False},
+    "variants": {"stock4": figures(16, 7500), "ours4": figures(12, 9000, None)},
+}
+
+
+def test_figures_stand_beside_their_ratios():
+    text = section(RECORD)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "| weights bytes | 16,000,000,000 | 12,000,000,000 |" in lines
+    assert "| decode tokens/s, batch 64 | 7,500 | 9,000 |" in lines
+    assert "| experts that 64 tokens meet in a layer | 126.0 (125.9 if all were equally likely) | |" in lines
+    assert "| weights bytes | 0.750 |" in lines
+    assert "| decode tokens/s, batch 64 | 1.200 |" in lines
+    assert "- Seed: 3." in lines
+    assert "a card" in text
+
+
+def test_a_failed_variant_says_why_and_has_no_figures(tmp_path: Path):
+    file, page = tmp_path / "run.json", tmp_path / "RESULTS.md"
+    file.write_text(json.dumps(RECORD | {"variants": {"stock4": {"error": "no backend"}, "ours4": figures(12, 9000)}}))
+    page.write_text(f"{TITLE}\n\n{INTRODUCTION}")
+    write_results(file, page)
+    assert "- stock4 failed: no backend" in page.read_text()
+    assert "/ stock4" not in page.read_text()
