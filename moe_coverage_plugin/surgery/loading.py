@@ -180,7 +180,9 @@ def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]
 
     Tied copies are not in the files.
     """
-    tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
+    # not every family's configuration has the field
+    ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    tied = set(model.all_tied_weights_keys) if ties else set()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     name_of = {id(tensor): name for name, tensor in state.items()}
     on_disk = revert_weight_conversion(model, dict(state))

@@ -1,4 +1,4 @@
-"""Checks that what we use of llm-compressor, compressed-tensors, transformers and vLLM is there, and takes what we pass.
+"""Checks that what we use of both toolkits, compressed-tensors and transformers is there and takes what we pass.
 
     python -m tests.drift.check                              what is installed
     python -m tests.drift.check --sources vllm=/unpacked     a package that is not, by its files alone
@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from .inference import Inference, Scope, Value
-from .names import NAMED, OF_SUBCLASSES, OWN_METHODS, STAND_INS, THEIRS, Named, StandIn
+from .names import ELSEWHERE, NAMED, OWN_METHODS, STAND_INS, THEIRS, Named, StandIn
 from .sources import Definition, Function, Signature, Sources, class_bindings, decorators, own_nodes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ class Check:
 
     Attributes:
         moved: one line for each name that is missing or takes something else.
+        unknown: what could not be told, because a base class is built at run time or not there.
         counts: how much was looked at, by kind.
     """
 
@@ -39,7 +40,9 @@ class Check:
         self.base_names = base_names
         self.inference = Inference(sources)
         self.moved: list[str] = []
+        self.unknown: list[str] = []
         self.counts: Counter[str] = Counter()
+        self._place = ""
 
     def module(self, module: str) -> None:
         """Everything that a module of ours uses."""
@@ -66,7 +69,7 @@ class Check:
     def _scope(self, node: ast.AST, scope: Scope) -> None:
         """The expressions of a module or function, then those of functions and classes in it."""
         for each in own_nodes(node):
-            if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Store):
+            if isinstance(each, ast.Attribute):
                 self._attribute(each, scope)
             elif isinstance(each, ast.Call):
                 self._call(each, scope)
@@ -81,12 +84,12 @@ class Check:
         bases = [base for base in self.inference.values(node.value, scope) if self._is_theirs(base.definition)]
         if not bases:
             return
-        if any((base.definition.path, node.attr) in OF_SUBCLASSES for base in bases):
+        if any((base.definition.path, node.attr) in ELSEWHERE for base in bases):
             return
         found = [base for base in bases if self.inference.find_attribute(base, node.attr) is not None]
         unknown = any(isinstance(b.definition.node, ast.ClassDef) and not self._complete(b) for b in bases)
         if not found and unknown:
-            self.counts["not decidable"] += 1
+            self.unknown.append(f"{self._place}:{node.lineno}: {ast.unparse(node)}")
             return
         names = " or ".join(base.definition.path for base in bases)
         self._expect("attributes", bool(found), node.lineno, f"{names} has no {node.attr}")
@@ -104,8 +107,9 @@ class Check:
         called = [each for each in self.inference.values(node.func, scope) if each.definition.package in THEIRS]
         called = [each for each in called if not each.instance]
         signatures = [self.inference.signature(each) for each in called]
+        if None in signatures:
+            self.unknown.append(f"{self._place}:{node.lineno}: {ast.unparse(node.func)}")
         if not called or None in signatures:
-            self.counts["not decidable"] += bool(called)
             return
         reasons = [refusal(signature, node) for signature in signatures if signature is not None]
         names = " or ".join(each.definition.path for each in called)
@@ -245,7 +249,10 @@ def main() -> int:
         present = [name for name in THEIRS if name not in TOOLKITS and sources.root(name) is not None]
         versions = ", ".join(f"{name} {sources.version(name)}" for name in (toolkit, *present))
         print(f"{versions}: {', '.join(f'{count} {kind}' for kind, count in sorted(check.counts.items()))}")
-        print(*(f"  {line}" for line in check.moved), sep="\n")
+        for line in check.moved:
+            print(f"  {line}")
+        for line in check.unknown:
+            print(f"  not decided: {line}")
         moved += len(check.moved)
     print(f"{moved} moved" if moved else "nothing moved")
     return int(moved > 0)

@@ -160,11 +160,11 @@ class Inference:
         scope = Scope(found.module, owner)
         if owner is None:
             return scope
-        for cls in self.sources.mro(owner)[0]:
-            for method in (each for each in own_nodes(cls.node) if isinstance(each, Function)):
-                if any(each is found.node for each in ast.walk(method)):
-                    for parameter in (*method.args.args, *method.args.kwonlyargs):
-                        scope.names[parameter.arg] = self.annotated(parameter.annotation, cls.module)
+        cls = next(each for each in self.sources.mro(owner)[0] if found.path.rpartition(".")[0] == each.path)
+        for method in (each for each in own_nodes(cls.node) if isinstance(each, Function)):
+            if method.lineno <= found.node.lineno <= method.end_lineno:
+                for parameter in (*method.args.args, *method.args.kwonlyargs):
+                    scope.names[parameter.arg] = self.annotated(parameter.annotation, cls.module)
         return scope
 
     def _returned(self, called: Value) -> list[Value]:

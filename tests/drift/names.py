@@ -44,6 +44,7 @@ NAMED = {
             "inside the dictionaries that vLLM keeps of a scheme",
         ),
         Named(f"{FUSED_MOE}.MoEActivation", ("SILU", "GELU", "GELU_TANH"), "their values are keys of ours"),
+        Named(f"{FUSED_MOE}.FusedMoEConfig", ("__post_init__",), "where the width of experts is checked"),
         Named(ROUTED_EXPERTS, ("activation", "swiglu_limit"), "a layer that compat takes as a plain module"),
         Named(
             f"{ROUTED_EXPERTS}.weight_loader", ("w1", "w2", "w3"), "names of projections that our loader is called by"
@@ -96,5 +97,9 @@ STAND_INS = {
 # public methods of our classes that override nothing of theirs
 OWN_METHODS = {f"{OURS}.modifiers.coverage.CoverageModifier.require_channels"}
 
-# fields of configs that the class they share lacks
-OF_SUBCLASSES = {("transformers.configuration_utils.PreTrainedConfig", "tie_word_embeddings")}
+# attributes that the class we know a value by lacks: those of its subclasses, and our own
+ELSEWHERE = {
+    ("transformers.configuration_utils.PreTrainedConfig", "tie_word_embeddings"),
+    ("transformers.configuration_utils.PreTrainedConfig", "attn_implementation"),
+    ("llmcompressor.modeling.moe.linear_experts.ExpertMLP", "intermediate_size"),
+}

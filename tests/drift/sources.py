@@ -99,14 +99,16 @@ class Sources:
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self._roots = dict(roots)
         # instances live as long as a check, so what they hold may live as long as they do
-        self.tree, self.bindings = cache(self.tree), cache(self.bindings)
+        self.text, self.tree, self.bindings = cache(self.text), cache(self.tree), cache(self.bindings)
         self.lookup, self.mro, self.member = cache(self.lookup), cache(self.mro), cache(self.member)
 
     def root(self, package: str) -> Path | None:
         """Directory of a package, or file of a module that is none."""
-        if package not in self._roots and (spec := find_spec(package)) is not None and spec.origin is not None:
-            origin = Path(spec.origin)
-            self._roots[package] = origin.parent if origin.name == "__init__.py" else origin
+        if package not in self._roots and (spec := find_spec(package)) is not None:
+            # parts of the standard library are frozen into the interpreter
+            origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
+            if origin is not None:
+                self._roots[package] = Path(origin).parent if Path(origin).name == "__init__.py" else Path(origin)
         return self._roots.get(package)
 
     def version(self, package: str) -> str:
@@ -130,11 +132,15 @@ class Sources:
             (file for file in (path / "__init__.py", path.with_name(path.name + ".py")) if file.is_file()), None
         )
 
-    def tree(self, module: str) -> ast.Module:
-        """The parsed file of a module."""
+    def text(self, module: str) -> str:
+        """What the file of a module holds."""
         file = self.file(module)
         assert file is not None, f"{module} was found"
-        return ast.parse(file.read_text(), str(file))
+        return file.read_text()
+
+    def tree(self, module: str) -> ast.Module:
+        """The parsed file of a module."""
+        return ast.parse(self.text(module), str(self.file(module)))
 
     def bindings(self, module: str) -> dict[str, list[ast.AST]]:
         """Statements that bind each name of a module, definitions and imports before assignments, last ones first."""
@@ -180,12 +186,15 @@ class Sources:
         if (module, name) in seen or self.file(module) is None:
             return None
         seen |= {(module, name)}
-        for node in self.bindings(module).get(name, ()):
+        # most files behind the star imports of a large package need not be parsed
+        named = any(word in self.text(module) for word in (name, "import *"))
+        bindings = self.bindings(module) if named else {}
+        for node in bindings.get(name, ()):
             if (found := self._follow(module, name, node, seen)) is not None:
                 return found
         if self.file(f"{module}.{name}") is not None:
             return Definition(f"{module}.{name}", f"{module}.{name}", self.tree(f"{module}.{name}"))
-        for node in self.bindings(module).get("*", ()):
+        for node in bindings.get("*", ()):
             assert isinstance(node, ast.ImportFrom)
             if (found := self.lookup(self.absolute(module, node), name, seen)) is not None:
                 return found
@@ -200,10 +209,9 @@ class Sources:
         if isinstance(node, ast.Import):
             alias = next(each for each in node.names if name in (each.asname, each.name.partition(".")[0]))
             return self.find(alias.name if alias.asname else name)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            if (found := self.lookup(module, node.value.id, seen)) is not None:
-                return found
-        return Definition(f"{module}.{name}", module, node)
+        alias_of = node.value.id if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) else None
+        found = self.lookup(module, alias_of, seen) if alias_of is not None else None
+        return found or Definition(f"{module}.{name}", module, node)
 
     def _submodule(self, module: str, name: str) -> Definition | None:
         path = f"{module}.{name}"
@@ -265,9 +273,9 @@ def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
         for name in bound_names(each):
             names.setdefault(name, []).append(each)
     for assignment in (each for each in ast.walk(node) if isinstance(each, (ast.Assign, ast.AnnAssign))):
-        for target in (part for target in targets(assignment) for part in ast.walk(target)):
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("self", "cls"):
-                names.setdefault(target.attr, []).append(assignment)
+        for part in (part for target in targets(assignment) for part in ast.walk(target)):
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) in ("self", "cls"):
+                names.setdefault(part.attr, []).append(assignment)
     for nodes in names.values():
         nodes.sort(key=lambda node: isinstance(node, ast.Assign) or is_overload(node))
     return names
