@@ -109,7 +109,7 @@ def _head(rows: Sequence[Row], base: float) -> str:
     lines = [
         f"Unpruned: {first.bytes / 1e6 if first.bytes else 0:.2f} MB, loss {base:.4f} ({each}).",
         f"Calibrated on {'; '.join(calibration)}; drawn anew with seeds "
-        f"{', '.join(map(str, seeds))}: means and standard deviations.",
+        f"{', '.join(map(str, seeds))}: means, and standard deviations where there are several.",
         f"Measured on {'; '.join(_unique(row.evaluation for row in rows))}; in {first.dtype}.",
         f"Machine: {'; '.join(_unique(row.device for row in rows))}.",
         f"Versions: {'; '.join(_unique(_versions(row) for row in rows))}.",
