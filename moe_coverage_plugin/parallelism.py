@@ -49,8 +49,8 @@ class ParallelShape:
         key_value_heads: heads of keys and values; ``None`` where they are compressed to one latent vector (MLA).
         experts: experts of a layer.
         vocabulary: rows of the embedding.
-        layers: every different linear layer that is split by its input. Experts of unequal width count with their
-            original one, since vLLM splits that and this plugin then deals whole groups of each expert to ranks.
+        layers: every different linear layer that is split by its input. Experts of unequal width are none of them:
+            this plugin deals whole groups of each expert to any number of ranks.
     """
 
     attention_heads: int

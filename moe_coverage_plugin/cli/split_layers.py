@@ -33,11 +33,10 @@ def parallel_shape(checkpoint: Checkpoint) -> ParallelShape:
 
 def _split_layers(checkpoint: Checkpoint) -> Iterator[SplitLayer]:
     ragged = checkpoint.manifest.layout == "ragged"
-    if ragged:
-        yield SplitLayer("experts before pruning", checkpoint.manifest.intermediate_size)
     seen = set()
     for name, tensor in checkpoint.tensors.items():
         what = _what(name)
+        # ragged experts are dealt out in whole groups, which any number of ranks can be
         if what is None or (what == "experts" and ragged):
             continue
         scale = checkpoint.tensors.get(name.replace("weight_packed", "weight_scale"), tensor)

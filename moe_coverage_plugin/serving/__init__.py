@@ -10,6 +10,8 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from moe_coverage_plugin.manifest import CONFIG_KEY
-    from moe_coverage_plugin.serving.config import CoverageConfig
+    from moe_coverage_plugin.serving import compat
+    from moe_coverage_plugin.serving.config import CoverageConfig, has_ragged_experts
 
     register_quantization_config(CONFIG_KEY)(CoverageConfig)
+    compat.lift_expert_width_check(has_ragged_experts)

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm._custom_ops  # noqa: F401  # loads the operators that the questions below are about
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.model_executor.layers.fused_moe.config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEConfig,
+    FusedMoEQuantConfig,
+)
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VLLM_CPU_LINEAR_OPERATOR = "cpu_gemm_wna16"
+NO_ONE_WIDTH = -1
+"""Channels on each rank where experts have no width in common; a method that allocates by it stops at once."""
 
 
 def lacks_w4a16_linear() -> bool:
@@ -30,6 +37,15 @@ def lacks_w4a16_linear() -> bool:
 def lacks_w4a16_moe() -> bool:
     """Whether this build has no kernel for 4-bit experts of one width (all builds for CPUs)."""
     return current_platform.is_cpu()
+
+
+def lacks_data_parallel_moe() -> bool:
+    """Whether this build cannot gather the tokens of data-parallel ranks for their experts (all builds for CPUs)."""
+    if not current_platform.is_cpu():
+        return False
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    return CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv
 
 
 def loads_dummy_weights() -> bool:
@@ -57,6 +73,67 @@ def swiglu_constants(layer: torch.nn.Module) -> dict[str, Any]:
     """Constants of clamped or scaled SwiGLU variants that a mixture layer asks for; empty for the plain one."""
     names = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
     return {name: value for name in names if (value := getattr(layer, name, None)) is not None}
+
+
+def chooses_by_token_table(moe: FusedMoEConfig) -> bool:
+    """Whether a table of token ids chooses the experts of a layer, whatever its router's logits are.
+
+    Releases before 0.32 know no such layers.
+    """
+    return getattr(moe, "has_hash_routing", False)
+
+
+def misrotates_heads() -> bool:
+    """Whether this build's rotary operator is wrong where heads are a dimension of their own (0.32 for CPUs).
+
+    That is how multi-head latent attention calls it, unless its positions are scaled. Asked by a quarter turn.
+    """
+    if not current_platform.is_cpu():
+        return False
+    size, heads = 64, torch.ones(2, 2, 64)
+    quarter_turn = torch.cat([torch.zeros(1, size // 2), torch.ones(1, size // 2)], -1)
+    torch.ops._C.rotary_embedding(torch.zeros(2, dtype=torch.long), heads, heads.clone(), size, quarter_turn, False)
+    return not bool((heads[..., ::2] == -1).all())
+
+
+def complete_cpu_router(router: Any) -> None:
+    """Let the router of a build for CPUs read correction biases and sigmoid scores.
+
+    In 0.32 it does so only for experts in groups: elsewhere it passes over the bias without a word, and stops at
+    sigmoid scores. One group of all experts is the same choice, so that is what it is told.
+    """
+    if not current_platform.is_cpu() or getattr(router, "use_grouped_topk", True) or router.custom_routing_function:
+        return
+    has_bias = router.e_score_correction_bias is not None
+    if router.scoring_func == "sigmoid" or (router.scoring_func == "softmax" and has_bias):
+        router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
+def lift_expert_width_check(is_unread: Callable[[Any], bool]) -> None:
+    """Let any number of ranks share experts in engines whose quantization config never reads the one expert width.
+
+    vLLM asserts that the ranks divide that width while it describes a layer, before it asks for a method, and in the
+    model's config other layers are derived from the same number. So it is the description that is spared the check.
+
+    Args:
+        is_unread: called with an engine's quantization config, which may be ``None``.
+    """
+    check = getattr(FusedMoEConfig, "__post_init__", None)
+    if check is None or hasattr(check, "coverage_check"):
+        return
+
+    def check_unless_unread(moe: FusedMoEConfig) -> None:
+        width = moe.intermediate_size
+        if width % moe.moe_parallel_config.tp_size == 0 or not is_unread(get_current_vllm_config().quant_config):
+            check(moe)
+            return
+        moe.intermediate_size = 0  # every number divides it
+        check(moe)
+        moe.intermediate_size = width
+        moe.intermediate_size_per_partition = moe.intermediate_size_per_partition_unpadded = NO_ONE_WIDTH
+
+    check_unless_unread.coverage_check = check  # pyright: ignore[reportFunctionMemberAccess]  # a mark: lifted once
+    FusedMoEConfig.__post_init__ = check_unless_unread
 
 
 def check_engine_config(architectures: Iterable[str], check: Callable[[VllmConfig], None]) -> None:

@@ -157,6 +157,11 @@ class CoverageConfig(CompressedTensorsConfig):
         return DecompressedLinearMethod(scheme)
 
 
+def has_ragged_experts(quantization: object) -> bool:
+    """Whether a quantization config gives every layer with experts our method, which reads no common width."""
+    return isinstance(quantization, CoverageConfig) and quantization.manifest.layout == "ragged"
+
+
 def _layer_number(path: str) -> int | None:
     match = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
     return int(match.group(1)) if match else None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.degrees import check_degrees
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
+
+GATHERING_BACKEND = "allgather_reducescatter"
+"""vLLM's default way to exchange tokens of data-parallel ranks, the only one that works without expert parallelism."""
 
 
 def serves_experts(manifest: Manifest, quantized: bool) -> bool:
@@ -27,16 +33,58 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     manifest = Manifest.from_quantization_config(quantization_config)
     if manifest is None or model_config.quantization != CONFIG_KEY:
         return
-    if not serves_experts(manifest, bool(quantization_config.get("config_groups"))):
-        return
+    refuse_wrong_positions(model_config.hf_text_config)
+    groups = quantization_config.get("config_groups") or {}
     parallel = vllm_config.parallel_config
+    ours = serves_experts(manifest, bool(groups))
+    check_degrees(
+        Path(model_config.model),
+        manifest,
+        {size for group in groups.values() if (size := (group.get("weights") or {}).get("group_size"))},
+        ranks=parallel.tensor_parallel_size,
+        # vLLM shards experts over data-parallel ranks too, unless it deals them out whole
+        expert_ranks=1
+        if parallel.enable_expert_parallel
+        else parallel.tensor_parallel_size * parallel.data_parallel_size,
+        expert_groups_may_part=ours,
+    )
+    if not ours:
+        return
     refuse_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
-    # Without expert parallelism vLLM shards experts over data-parallel ranks too, and asserts that this divides.
-    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    if manifest.layout == "ragged" and manifest.intermediate_size % ranks:
+    if parallel.data_parallel_size > 1:
+        refuse_exchanges(parallel.data_parallel_size, parallel.all2all_backend)
+
+
+def refuse_wrong_positions(text_config: PretrainedConfig) -> None:
+    """Refuse models that a build of vLLM answers wrongly without a word, pruned or not.
+
+    Raises:
+        CoverageError: naming what the build computes wrongly.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type", "default") != "default"
+    if getattr(text_config, "kv_lora_rank", None) and not scaled and compat.misrotates_heads():
         raise CoverageError(
-            f"{ranks} ranks (tensor times data parallel) do not divide the experts' original width "
-            f"{manifest.intermediate_size}: choose a divisor of it"
+            "the model has multi-head latent attention with rope_type 'default', whose queries this build of vLLM "
+            "rotates wrongly (all models of this kind, pruned or not): serve it on a GPU"
+        )
+
+
+def refuse_exchanges(ranks: int, backend: str) -> None:
+    """Refuse what cannot bring all tokens of data-parallel ranks to every rank's part of each expert.
+
+    Raises:
+        CoverageError: naming the number of ranks or the backend, and what to use in its place.
+    """
+    if backend != GATHERING_BACKEND:
+        raise CoverageError(
+            f"all2all_backend is {backend!r}, which sends tokens to whole experts, but data-parallel ranks hold parts "
+            "of every expert of unequal width: serve without --all2all-backend"
+        )
+    if compat.lacks_data_parallel_moe():
+        raise CoverageError(
+            f"data_parallel_size is {ranks}, but this build of vLLM cannot gather the tokens of its ranks for experts "
+            "(all_gatherv): serve with --tensor-parallel-size, or start engines that share nothing"
         )
 
 

@@ -36,13 +36,20 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         scheme: how their weights are stored.
 
     Raises:
-        CoverageError: for expert parallelism, expert balancing or adapters.
+        CoverageError: for expert parallelism, expert balancing or adapters, and for removed experts that a table of
+            token ids would still choose.
     """
 
     def __init__(self, moe: FusedMoEConfig, name: str, widths_E: Sequence[int], scheme: ExpertScheme) -> None:
         super().__init__(moe)
         parallel = moe.moe_parallel_config
         refuse_options(parallel.use_ep, parallel.enable_eplb, moe.is_lora_enabled)
+        if 0 in widths_E and compat.chooses_by_token_table(moe):
+            raise CoverageError(
+                f"{name} lacks {list(widths_E).count(0)} of {len(widths_E)} experts, but its experts are chosen by a "
+                "table of token ids, which no mask of router logits keeps from them: prune again with "
+                "layout='padded', which removes none, or list the layer in ignore"
+            )
         self.name = name
         self.widths_E = widths_E
         self.scheme = scheme
@@ -99,8 +106,9 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         if self._reads_checkpoint:
             self.storage.check_complete()
         removed = [expert for expert, width in enumerate(self.widths_E) if width == 0]
+        router = self._mixture_layers[self.layer_name].router
+        compat.complete_cpu_router(router)
         if removed and not self.router_masked:
-            router = self._mixture_layers[self.layer_name].router
             mask_router(router, removed, len(self.widths_E), next(layer.parameters()).device)
             self.router_masked = True
         self._prepare_kernels(layer)

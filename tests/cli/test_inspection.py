@@ -82,6 +82,7 @@ def test_degrees_of_quantized_experts_of_one_width(script: Any, tmp_path: Path, 
 
 
 def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path: Path, shared: Path) -> None:
+    """Case 5: the layer that blocks a degree of tensor parallelism is named."""
     summary = inspected(script, tmp_path, shared)
     assert summary["layout"] == "ragged"
     # groups of ragged experts are dealt to ranks, the 6 of the shared expert and the 2 of o_proj are not

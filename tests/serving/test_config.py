@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
@@ -46,6 +46,7 @@ def quantization_config(layout: str = "ragged", bits: int = 4, **weights: Any) -
 
 
 def test_registration_may_be_repeated() -> None:
+    """Case 30: the plugin may be registered any number of times."""
     for _ in range(2):
         register()
         assert get_quantization_config(CONFIG_KEY) is CoverageConfig
@@ -127,6 +128,7 @@ def test_quantized_activations() -> None:
 
 @pytest.mark.parametrize("ignored", [f"{LAYERS[1]}.2.down_proj", r"re:.*layers\.2\.mlp\.experts\.2\..*"])
 def test_experts_of_one_layer_share_a_scheme(ignored: str) -> None:
+    """Case 10, case 11: experts of a layer that are stored in two ways are refused before a weight is read."""
     config = quantization_config()
     config["ignore"].append(ignored)
     with pytest.raises(CoverageError, match=r"layers\.2\.mlp\.experts\.2\.\w+ is stored in 16 bits but .* in 4 bits"):
@@ -138,6 +140,23 @@ def test_layers_may_differ_and_removed_experts_do_not_count() -> None:
     config["ignore"] += [r"re:.*layers\.2\.mlp\.experts.*", f"{LAYERS[0]}.1.down_proj"]
     schemes = CoverageConfig.from_config(config).schemes
     assert schemes == {LAYERS[0]: ExpertScheme(4, 64), LAYERS[1]: ExpertScheme()}
+
+
+@pytest.mark.parametrize("targets", [["Linear"], [r"re:.*experts\.\d+\..*_proj$"], ["Linear", r"re:.*self_attn.*"]])
+def test_experts_are_found_under_any_target(targets: list[str]) -> None:
+    """Case 12: vLLM looks for experts under the target "Linear", where quantizers may have named them otherwise."""
+    config = quantization_config()
+    config["config_groups"]["group_0"]["targets"] = targets
+    assert CoverageConfig.from_config(config).schemes == dict.fromkeys(LAYERS, ExpertScheme(4, 64))
+
+
+def test_width_of_a_nested_config() -> None:
+    """Case 28: where the language model has a config of its own, its width is put right, not one beside it."""
+    config = quantization_config()
+    declared = Manifest.from_quantization_config(config).declared_width  # pyright: ignore[reportOptionalMemberAccess]  # just written
+    nested = Qwen3VLMoeConfig(text_config={"moe_intermediate_size": declared, "intermediate_size": declared})
+    CoverageConfig.from_config(config).maybe_update_config("model", hf_config=nested)
+    assert (nested.text_config.moe_intermediate_size, nested.text_config.intermediate_size) == (256, declared)
 
 
 def test_model_gets_its_original_width_back() -> None:

@@ -96,6 +96,21 @@ def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_s
     torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("width", [768, 640, 896])
+def test_shares_that_would_end_within_a_group(width: int, group_size: int, world_size: int) -> None:
+    """Case 3, case 6: scales follow the channels that a rank holds, told by numbers and not by that it loads.
+
+    Case 1, case 2: 192 or 320 channels for each rank would cut a group of 128; case 8: 64 is as good as 128.
+    """
+    widths = [width, 0, 128, 256]
+    experts = RaggedExperts(widths, hidden=256, scheme=ExpertScheme(4, group_size))
+    x, (weights, ids) = torch.randn(9, experts.hidden), route(widths, 9)
+    parts = [forward(experts, *experts.loaded(rank, world_size), x, weights, ids) for rank in range(world_size)]
+    torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
@@ -129,6 +144,7 @@ def test_padding_adds_nothing() -> None:
 
 
 def test_weight_on_input() -> None:
+    """Case 18: where a model weighs the input of its experts, so do we."""
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
     weights, ids = weights[:, :1], ids[:, :1]

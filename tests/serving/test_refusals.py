@@ -90,9 +90,18 @@ def test_tensors_that_do_not_fit_the_widths(
     [
         ({"enable_expert_parallel": True}, "enable_expert_parallel is set, .* serve without"),
         ({"enable_lora": True}, "enable_lora is set, .* merge the adapter"),
-        ({"tensor_parallel_size": 3, "distributed_executor_backend": "mp"}, "3 ranks .* choose a divisor of it"),
     ],
 )
 def test_engine_options(edited: Callable[..., Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_engine(edited("ragged_fp32"), **options)
+
+
+def test_positions_that_the_build_gets_wrong(edited: Callable[..., Path]) -> None:
+    """vLLM's operator for CPUs takes the heads of latent attention for tokens; it served other log-probabilities."""
+    path = edited("ragged_deepseek_v3")
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"latent attention with rope_type 'default'.* rotates wrongly"):
+        open_engine(path)

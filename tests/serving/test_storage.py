@@ -47,6 +47,7 @@ def test_complete_load_leaves_no_nan(scheme: ExpertScheme) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_missing_tensor_is_named(scheme: ExpertScheme) -> None:
+    """Case 23: every tensor of the experts must have come, or the engine stops."""
     experts = RaggedExperts([32, 0, 64], scheme=scheme)
     for missing in experts.tensors:
         storage, layer = experts.storage()

@@ -1,0 +1,35 @@
+"""The plugin as processes of an engine find it: by its entry point, in a process that inherits nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+RANKS = 2
+# A pool would have to import this file by a name that pytest does not give it.
+FIND = """
+import json, multiprocessing, sys
+
+def found(times):
+    from vllm.model_executor.layers import quantization
+    from vllm import plugins
+    before = "moe_coverage" in quantization.QUANTIZATION_METHODS
+    for _ in range(times):
+        plugins.plugins_loaded = False
+        plugins.load_general_plugins()
+    return before, quantization.get_quantization_config("moe_coverage").__name__
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        print(json.dumps(pool.map(found, [1, 2], chunksize=1)))
+"""
+
+
+def test_spawned_processes_find_it_by_its_entry_point(tmp_path) -> None:
+    """Case 30: ranks in processes of their own, spawned and not forked, know our checkpoints; loaded once or twice."""
+    program = tmp_path / "find.py"
+    program.write_text(FIND)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[False, "CoverageConfig"]] * RANKS
