@@ -8,6 +8,7 @@ that both halves read it at no cost.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,6 +125,9 @@ class Manifest:
             raise CoverageError(f"{CONFIG_KEY} entry is no mapping: it is damaged")
         known = {key: entry[key] for key in cls.__dataclass_fields__ if key in entry}
         version = known.get("version")
+        if isinstance(widths := known.get("widths"), dict):
+            # JSON writers sort names as text, which has layer 10 before layer 2
+            known["widths"] = {name: widths[name] for name in sorted(widths, key=_numbers_as_such)}
         if version == SCHEMA_VERSION and not {"layout", "intermediate_size", "widths"} <= known.keys():
             raise CoverageError(f"{CONFIG_KEY} entry lacks layout, intermediate_size or widths: it is damaged")
         return cls(**{"layout": "ragged", "intermediate_size": 0, "widths": {}, "version": None} | known)
@@ -143,3 +147,8 @@ class Manifest:
         except ValueError as error:
             raise CoverageError(f"{file} cannot be read ({error}): copy the checkpoint again") from error
         return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)
+
+
+def _numbers_as_such(name: str) -> list[tuple[int, str]]:
+    """Key that sorts names by the numbers in them: of two numbers the one with more digits is the larger."""
+    return [(len(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]

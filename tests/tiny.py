@@ -22,6 +22,27 @@ COMMON = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
+# vLLM's kernels for CPUs know the published sizes only; keys and values are compressed, positions scaled by YaRN
+MLA = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+# the larger DeepSeek-V2: experts of a token come from some groups only
+GROUP_LIMITED = {
+    "topk_method": "group_limited_greedy",
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 64,
+    "routed_scaling_factor": 16.0,
+}
+CORRECTION_BIAS = "e_score_correction_bias"
 CONFIGS = {
     "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(
         **COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64} | kw
@@ -40,17 +61,19 @@ CONFIGS = {
     ),
     "deepseek_v2": lambda **kw: transformers.DeepseekV2Config(
         **COMMON
-        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
-        | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-        | {"first_k_dense_replace": 1, "intermediate_size": 320, "num_key_value_heads": 4}
+        | MLA
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "intermediate_size": 320, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         | kw
     ),
     "deepseek_v3": lambda **kw: transformers.DeepseekV3Config(
         **COMMON
+        | MLA
         | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1}
-        | {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-        | {"first_k_dense_replace": 1, "intermediate_size": 320, "num_key_value_heads": 4}
-        | {"n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "intermediate_size": 320, "q_lora_rank": 64, "n_group": 2, "topk_group": 1}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         | kw
     ),
     "glm4_moe": lambda **kw: transformers.Glm4MoeConfig(
@@ -64,14 +87,41 @@ CONFIGS = {
     ),
     "ernie4_5_moe": lambda **kw: transformers.Ernie4_5_MoeConfig(
         **COMMON
-        | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 1}
-        | {"moe_layer_start_index": 1, "intermediate_size": 320}
+        | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 2}
+        | {"moe_layer_start_index": 1, "intermediate_size": 320, "tie_word_embeddings": True}
+        | kw
+    ),
+    "minimax_m2": lambda **kw: transformers.MiniMaxM2Config(
+        **COMMON
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "head_dim": 32}
+        | {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+        | kw
+    ),
+    # vLLM's kernels for CPUs know one size of a head of linear attention
+    "qwen3_next": lambda **kw: transformers.Qwen3NextConfig(
+        **COMMON
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | {"shared_expert_intermediate_size": 192, "intermediate_size": 256, "head_dim": 32}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 16, "full_attention_interval": 2}
         | kw
     ),
     "gpt_oss": lambda **kw: transformers.GptOssConfig(
         **COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256, "head_dim": 32} | kw
     ),
 }
+
+
+def seeing_config() -> PretrainedConfig:
+    """Qwen3-VL-MoE: the language model is nested, and there is no class for text alone."""
+    text = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    return transformers.Qwen3VLMoeConfig(
+        text_config=COMMON | text | {"head_dim": 32, "rope_parameters": rope},
+        vision_config=vision | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        **{f"{name}_token_id": VOCAB + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))},
+    )
 
 
 def save_model(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **config) -> Path:
@@ -99,8 +149,15 @@ def _diversify(model: PreTrainedModel) -> None:
             # lognormal factors: some experts and channels matter far more than others
             factors = torch.randn(parameter.shape[0], 1, 1).mul(0.7).exp()
             parameter.mul_(6 * factors)
+        elif name.endswith(CORRECTION_BIAS):
+            continue
+        elif parameter.ndim == 2 and not parameter.any():
+            parameter.normal_(0.0, 0.06)  # a router that its family starts at zero
         elif parameter.ndim == 2 and "norm" not in name:
             parameter.mul_(3)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(CORRECTION_BIAS):
+            tensor.normal_(0.0, 0.03)  # some are buffers; all start at zero
 
 
 def token_batches(samples: int = 12, length: int = 48, padded: bool = False, seed: int = 1) -> Dataset:

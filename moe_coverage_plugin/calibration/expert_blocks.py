@@ -70,6 +70,11 @@ def projections(mlp: ExpertMLP) -> dict[str, Linear]:
     return {name: getattr(mlp, name) for name in PROJECTIONS if hasattr(mlp, name)}
 
 
+def block_linears(block: ExpertBlock) -> list[Linear]:
+    """All projections of all experts of a block."""
+    return [linear for mlp in block.mlps for linear in projections(mlp).values()]
+
+
 def find_expert_blocks(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[ExpertBlock]:
     """All expert blocks of ``model`` in layer order, without those that ``ignore`` names.
 
@@ -155,6 +160,18 @@ def correction_biases(block: ExpertBlock) -> list[tuple[Module, str]]:
         for module in block.moe.modules()
         if getattr(module, "e_score_correction_bias", None) is not None
     ]
+
+
+def routing_groups(block: ExpertBlock) -> tuple[int, int]:
+    """Groups that a router sorts its experts into, and from how many of them it picks for a token; else 1 and 1."""
+    names = ("num_group", "n_group")  # one in each era of transformers
+    groups = next((value for name in names if (value := getattr(block.router, name, None))), 1)
+    return groups, getattr(block.router, "topk_group", None) or 1
+
+
+def chooses_by_token_table(block: ExpertBlock) -> bool:
+    """Whether a table of token ids chooses the experts (hash routing), whatever the router's logits are."""
+    return hasattr(block.router, "tid2eid")
 
 
 def linears_that_must_stay(blocks: Sequence[ExpertBlock]) -> dict[Module, str]:

@@ -45,7 +45,14 @@ class AttributionScores:
     @property
     def unreached(self) -> dict[str, list[int]]:
         """Experts that no calibration token reached, per block."""
-        unreached = {
-            name: (self.tokens_LE[layer] == 0).nonzero().flatten().tolist() for layer, name in enumerate(self.names)
+        return self._where(self.tokens_LE == 0)
+
+    def reached_by_fewer_than(self, tokens: int) -> dict[str, list[int]]:
+        """Experts that some calibration tokens reached, but fewer than ``tokens``, per block."""
+        return self._where((self.tokens_LE > 0) & (self.tokens_LE < tokens))
+
+    def _where(self, flags_LE: Tensor) -> dict[str, list[int]]:
+        found = {
+            name: flags_E.nonzero().flatten().tolist() for name, flags_E in zip(self.names, flags_LE, strict=True)
         }
-        return {name: experts for name, experts in unreached.items() if experts}
+        return {name: experts for name, experts in found.items() if experts}

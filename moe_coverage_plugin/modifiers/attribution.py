@@ -35,6 +35,9 @@ from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
 
+# below so many tokens an expert's scores hang on which ones they were
+TOKEN_FLOOR = 32
+
 
 class AttributionModifier(Modifier):
     """Observes experts on calibration data and scores their channels, the experts and the layers. Changes no weight.
@@ -229,5 +232,10 @@ class AttributionModifier(Modifier):
         unreached = self.measured.unreached
         for name, experts in unreached.items():
             logger.warning(f"No calibration token reached experts {experts} of {name}: they score zero")
+        for name, experts in self.measured.reached_by_fewer_than(TOKEN_FLOOR).items():
+            logger.warning(
+                f"Fewer than {TOKEN_FLOOR} calibration tokens reached experts {experts} of {name}: their scores are "
+                "uncertain, calibrate on more or on more varied text"
+            )
         count = sum(map(len, unreached.values()))
         logger.info(f"Observed {self.measured.tokens_LE.numel()} experts, {count} of them without a token")

@@ -17,11 +17,10 @@ from llmcompressor.transformers.compression.compressed_tensors_utils import modi
 from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
-from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.expert_blocks import (
-    ExpertBlock,
+    block_linears,
     find_expert_blocks,
     projections,
     shared_experts_follow,
@@ -255,8 +254,3 @@ def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
 def model_bytes(model: torch.nn.Module) -> int:
     """Bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def block_linears(block: ExpertBlock) -> list[Linear]:
-    """All projections of all experts of a block."""
-    return [linear for mlp in block.mlps for linear in projections(mlp).values()]

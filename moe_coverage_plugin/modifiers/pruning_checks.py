@@ -9,7 +9,7 @@ from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, chooses_by_token_table, routing_groups
 from moe_coverage_plugin.core.live_experts import check_live_experts
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -45,11 +45,18 @@ def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
     """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
 
     Raises:
-        CoverageError: as said, with the block, or the group, that is too small.
+        CoverageError: as said, with the block, or the group, that is too small; or experts removed from a layer whose
+            router would choose them all the same.
     """
     check_live_experts([block.name], [block.top_k], widths_E[None])
     live_E = widths_E > 0
-    groups, picked_groups = getattr(block.router, "n_group", None) or 1, getattr(block.router, "topk_group", None) or 1
+    if chooses_by_token_table(block) and not bool(live_E.all()):
+        raise CoverageError(
+            f"{block.name} would lose {int((~live_E).sum())} of {block.num_experts} experts, but its experts are "
+            "chosen by a table of token ids, which no mask of router logits keeps from them: use layout='padded', "
+            "which removes none, or list the layer in ignore"
+        )
+    groups, picked_groups = routing_groups(block)
     live_G = live_E.reshape(groups, -1).sum(-1)
     # a group is scored by its best two experts, so one alone would never be reached
     needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)

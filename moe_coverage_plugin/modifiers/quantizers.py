@@ -9,30 +9,37 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_named_modules
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
-from torch.nn import Module
+from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, linears_that_must_stay, projections
+from moe_coverage_plugin.calibration.expert_blocks import (
+    ExpertBlock,
+    block_linears,
+    find_expert_blocks,
+    linears_that_must_stay,
+)
 from moe_coverage_plugin.manifest import CoverageError
 
 
 def check_quantizers(
-    model: PreTrainedModel, blocks: Sequence[ExpertBlock], modifiers: Sequence[Modifier], block_size: int
+    model: PreTrainedModel, pruned: Sequence[ExpertBlock], modifiers: Sequence[Modifier], block_size: int
 ) -> None:
     """Refuse quantizers whose result could not be served.
 
     Args:
+        pruned: the blocks whose widths will change; those that stay whole are looked at as well.
         modifiers: what follows the pruning in the recipe; those that do not quantize are passed over.
         block_size: channels that every width will be a multiple of.
 
     Raises:
         CoverageError: a router or the gate of shared experts is quantized; a layer's experts are not all quantized by
-            one scheme; or a group of weights would not fit the widths.
+            one scheme, or are no targets of any quantizer; or groups of weights do not fit the widths, or another
+            layer.
     """
+    blocks = find_expert_blocks(model)
     forbidden = linears_that_must_stay(blocks)
-    for modifier in modifiers:
-        if not isinstance(modifier, QuantizationMixin):
-            continue
+    quantizers = [modifier for modifier in modifiers if isinstance(modifier, QuantizationMixin)]
+    for modifier in quantizers:
         name = type(modifier).__name__
         scheme_of = _schemes(model, modifier)
         if touched := next((forbidden[module] for module in scheme_of if module in forbidden), None):
@@ -41,21 +48,47 @@ def check_quantizers(
                 f'{name} would quantize {touched}, which decides routing: add "{pattern}" to its ignore'
             )
         for block in blocks:
-            _check_block(name, block, scheme_of, block_size)
+            _check_one_scheme(name, block, scheme_of)
+        for block in pruned:
+            _check_block_size(name, block, scheme_of, block_size)
+        _check_groups(name, model, scheme_of, pruned)
+    # a quantizer of the cache alone has no groups
+    _check_targets(model, [each for each in quantizers if _groups(each)], blocks)
+
+
+def _check_targets(
+    model: PreTrainedModel, quantizers: Sequence[QuantizationMixin], blocks: Sequence[ExpertBlock]
+) -> None:
+    """Refuse experts that would stay in 16 bits although neither targets nor ignore name them."""
+    named: set[Module] = set()
+    for modifier in quantizers:
+        targets = [target for scheme in _groups(modifier) for target in scheme.targets]
+        named |= {module for _, module in match_named_modules(model, [*targets, *modifier.ignore])}
+    for block in blocks if quantizers else ():
+        linears = block_linears(block)
+        if named.isdisjoint(linears):
+            raise CoverageError(
+                f"{' and '.join(type(each).__name__ for each in quantizers)} would leave all {len(linears)} expert "
+                f"projections of {block.name} in 16 bits, because no target matches them: add Linear to the targets, "
+                f'or "re:.*{block.name.rpartition(".")[2]}.*" to ignore if that is wanted'
+            )
+
+
+def _groups(modifier: QuantizationMixin) -> list[QuantizationScheme]:
+    schemes = modifier.resolve_quantization_config().config_groups.values()
+    return [scheme for scheme in schemes if isinstance(scheme, QuantizationScheme)]
 
 
 def _schemes(model: PreTrainedModel, modifier: QuantizationMixin) -> dict[Module, QuantizationScheme]:
-    config = modifier.resolve_quantization_config()
     schemes: dict[Module, QuantizationScheme] = {}
-    for scheme in config.config_groups.values():
-        assert isinstance(scheme, QuantizationScheme)
+    for scheme in _groups(modifier):
         for _, module in match_named_modules(model, scheme.targets, modifier.ignore):
             schemes.setdefault(module, scheme)
     return schemes
 
 
-def _check_block(name: str, block: ExpertBlock, scheme_of: dict[Module, QuantizationScheme], block_size: int) -> None:
-    linears = [linear for mlp in block.mlps for linear in projections(mlp).values()]
+def _check_one_scheme(name: str, block: ExpertBlock, scheme_of: dict[Module, QuantizationScheme]) -> None:
+    linears = block_linears(block)
     found = {id(scheme_of.get(linear)): scheme_of.get(linear) for linear in linears}
     if len(found) > 1:
         quantized = sum(linear in scheme_of for linear in linears)
@@ -64,11 +97,16 @@ def _check_block(name: str, block: ExpertBlock, scheme_of: dict[Module, Quantiza
             "schemes: engines need one scheme for all experts of a layer, so let targets and ignore match all of them "
             "or none"
         )
-    scheme = next(iter(found.values()))
-    group_size = scheme.weights.group_size if scheme is not None and scheme.weights is not None else None
-    if group_size is None or group_size <= 0:  # not in groups, or one for the whole row
+
+
+def _check_block_size(
+    name: str, block: ExpertBlock, scheme_of: dict[Module, QuantizationScheme], block_size: int
+) -> None:
+    linear = block_linears(block)[0]
+    group_size = _group_size(scheme_of.get(linear))
+    if group_size is None:
         return
-    hidden_size = linears[0].in_features
+    hidden_size = linear.in_features
     if hidden_size % group_size:
         raise CoverageError(
             f"{name} has group_size {group_size}, which does not divide the hidden size {hidden_size}: choose one "
@@ -79,3 +117,26 @@ def _check_block(name: str, block: ExpertBlock, scheme_of: dict[Module, Quantiza
             f"{name} has group_size {group_size} but widths will be multiples of {block_size}: add "
             f"AlignmentModifier(block_size=...) with a multiple of {group_size} before ChannelPruningModifier"
         )
+
+
+def _check_groups(
+    name: str, model: PreTrainedModel, scheme_of: dict[Module, QuantizationScheme], pruned: Sequence[ExpertBlock]
+) -> None:
+    """Refuse groups that do not divide a layer that keeps its width: the quantizer would stop there when it runs."""
+    experts = {linear for block in pruned for linear in block_linears(block)}
+    for path, module in model.named_modules():
+        group_size = _group_size(scheme_of.get(module))
+        if group_size is None or module in experts or not isinstance(module, Linear):
+            continue
+        if module.in_features % group_size:
+            raise CoverageError(
+                f"{name} has group_size {group_size}, which does not divide the {module.in_features} input channels "
+                f'of {path}: add "{path}" to its ignore, or choose a group size that does, for instance '
+                f"{math.gcd(group_size, module.in_features)}"
+            )
+
+
+def _group_size(scheme: QuantizationScheme | None) -> int | None:
+    """Input channels that share a scale; ``None`` where a whole row does."""
+    group_size = scheme.weights.group_size if scheme is not None and scheme.weights is not None else None
+    return group_size if group_size is not None and group_size > 0 else None

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEQuantConfig,
 )
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VLLM_CPU_LINEAR_OPERATOR = "cpu_gemm_wna16"
+TRACKING = "enable_weights_track"
 NO_ONE_WIDTH = -1
 """Channels on each rank where experts have no width in common; a method that allocates by it stops at once."""
 
@@ -51,6 +53,15 @@ def lacks_data_parallel_moe() -> bool:
 def loads_dummy_weights() -> bool:
     """Whether the engine being built fills its parameters at random instead of reading a checkpoint."""
     return get_current_vllm_config().load_config.load_format == "dummy"
+
+
+def require_all_weights(vllm_config: VllmConfig) -> None:
+    """Have vLLM stop where a parameter finds no tensor; for quantized models it leaves it at random otherwise."""
+    options: Any = vllm_config.load_config.model_loader_extra_config
+    # other loaders, and those of earlier releases, stop at an option that they do not know
+    is_default = vllm_config.load_config.load_format in ("auto", "hf", "safetensors")
+    if is_default and isinstance(options, dict) and TRACKING in DefaultModelLoader.__init__.__code__.co_names:
+        options.setdefault(TRACKING, True)
 
 
 def mixture_layers() -> dict[str, Any]:

@@ -34,6 +34,7 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     if manifest is None or model_config.quantization != CONFIG_KEY:
         return
     refuse_wrong_positions(model_config.hf_text_config)
+    compat.require_all_weights(vllm_config)
     groups = quantization_config.get("config_groups") or {}
     parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))

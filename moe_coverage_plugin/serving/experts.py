@@ -80,7 +80,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         if self.activation not in ACTIVATIONS or compat.swiglu_constants(layer):
             raise CoverageError(
                 f"{self.name} has activation {self.activation!r}, constants {compat.swiglu_constants(layer)}, known "
-                f"are plain {', '.join(ACTIVATIONS)}: write this model in layout 'padded' or 'uniform'"
+                f"are plain {', '.join(ACTIVATIONS)}: write layout 'padded' or 'uniform', if vLLM "
+                "takes single experts of this family"
             )
         self.storage = ExpertStorage(
             self.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.serving.packing import packed_columns
 
 EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
+INDEX_NAME = "model.safetensors.index.json"
 DOWN_NAMES = ("down_proj", "w2")
 PROJECTIONS = 3
 
@@ -25,8 +27,9 @@ def check_headers(directory: Path, manifest: Manifest) -> None:
     The loader finds the same, but in another process, whose errors reach the user as "see root cause above".
 
     Raises:
-        CoverageError: naming the first tensor that is missing, left over or of another width.
+        CoverageError: naming the first file that is missing, or tensor that is, is left over or of another width.
     """
+    _check_files(directory)
     found = _expert_weights(directory)
     for path, widths in manifest.widths.items():
         layer = re.search(r"\.layers\.(\d+)\.", path)
@@ -34,6 +37,20 @@ def check_headers(directory: Path, manifest: Manifest) -> None:
             continue  # the loader has the last word on models that number their layers otherwise
         for expert, width in enumerate(widths):
             _check_expert(path, expert, width, found.get((int(layer[1]), expert), []))
+
+
+def _check_files(directory: Path) -> None:
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        return
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CoverageError(f"{INDEX_NAME} cannot be read ({error}): copy the checkpoint again") from error
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise CoverageError(
+            f"{missing[0]} is one of {len(names)} files of the checkpoint and not there: copy the checkpoint again"
+        )
 
 
 def _expert_weights(directory: Path) -> Found:

@@ -23,7 +23,12 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.atomic_files import write_atomically
-from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
+from moe_coverage_plugin.calibration.expert_blocks import (
+    WIDTH_KEYS,
+    block_linears,
+    find_expert_blocks,
+    linears_that_must_stay,
+)
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Layout, Manifest
 from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_family_names, stores_single_experts
 
@@ -77,6 +82,7 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
         quantized = _is_quantized(model)
         if quantized:
             check_quantizable(model)
+            check_schemes(model)
         with staged(target) as staging:
             toolkit_save(str(staging), **kwargs)
             if is_source_process():
@@ -86,11 +92,35 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
                 (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
                 for write_companion in record.companions:
                     write_companion(staging)
-        logger.info(f"Saved {target}")
+        if is_source_process():
+            stored = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+            logger.info(f"Saved {target}: {stored / 2**20:.1f} MiB of weights")
 
     # the toolkit's mark: it leaves a method that carries it alone when the model enters oneshot again
     save_pretrained._overridden = True  # type: ignore[attr-defined]
     model.save_pretrained = save_pretrained  # type: ignore[method-assign]
+
+
+def check_schemes(model: PreTrainedModel) -> None:
+    """Refuse a quantized model that engines could not serve; a quantizer may have run without our modifiers.
+
+    Raises:
+        CoverageError: a router or the gate of shared experts is quantized, or the experts of a layer in several ways.
+    """
+    for block in find_expert_blocks(model):
+        for module, name in linears_that_must_stay([block]).items():
+            if is_module_quantized(module):
+                pattern = f"re:.*{name.rpartition('.')[2]}$"
+                raise CoverageError(
+                    f'{name} is quantized, which decides routing: quantize again with "{pattern}" in ignore'
+                )
+        first, *others = [getattr(linear, "quantization_scheme", None) for linear in block_linears(block)]
+        if any(scheme != first for scheme in others):
+            raise CoverageError(
+                f"the experts of {block.name} are quantized in several ways, or only some of them: engines need one "
+                "scheme for all experts of a layer, quantize again with targets and ignore that match all of them or "
+                "none"
+            )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,15 @@ from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
@@ -39,7 +47,8 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
     Args:
         path: checkpoint directory, one file or sharded.
-        dtype: cast floating-point weights; the checkpoint's own where not given.
+        dtype: cast floating-point weights; the checkpoint's own where not given. What a family keeps in float32, such
+            as correction biases of routers, stays so.
 
     Raises:
         CoverageError: no pruned checkpoint, a tensor missing, left over, or of another shape than its manifest says.
@@ -59,7 +68,9 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         compressor.decompress_model(model)
         for module in model.modules():
             QuantizationMetadata.clear_quantization(module)
-        torch.nn.Module.to(model, dtype=dtype or stored_dtype)
+        dtype_of = _dtypes(model, dtype or stored_dtype)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtype_of(name))
     for block in find_expert_blocks(model):
         mask_router(block)
     if (path / "generation_config.json").is_file():
@@ -88,12 +99,15 @@ def _read_config(path: Path, manifest: Manifest) -> tuple[PretrainedConfig, dict
 def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights, its experts linear and at the widths of the manifest."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # models that also see have no class for text alone
+        text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        factory = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+        model = factory.from_config(config, dtype=dtype)
         for name, module in get_non_linearized_moes(model):
             linear_experts = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
             model.set_submodule(name, linear_experts(getattr(module, "config", config)))
         blocks = find_expert_blocks(model)
-        if (names := [block.name for block in blocks]) != list(manifest.widths):
+        if sorted(names := [block.name for block in blocks]) != sorted(manifest.widths):
             raise CoverageError(
                 f"the manifest names the expert blocks {list(manifest.widths)}, {config.model_type} has {names}"
             )
@@ -124,6 +138,7 @@ def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None
     None may be left on either side.
     """
     expected = _names_on_disk(model)
+    dtype_of = _dtypes(model, dtype) if dtype is not None else None
     seen: set[str] = set()
     for file in tqdm(_shards(path), desc="Loading", disable=None):
         state: dict[str, torch.Tensor] = {}
@@ -136,7 +151,7 @@ def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None
                 raise CoverageError(f"{file.name} holds {disk_name} a second time: the checkpoint mixes two writings")
             name, wanted = expected[disk_name]
             _check_tensor(model, disk_name, name, tensor, wanted)
-            state[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            state[name] = tensor.to(dtype_of(name)) if dtype_of and tensor.is_floating_point() else tensor
             seen.add(disk_name)
         model.load_state_dict(state, strict=False, assign=True)
     if missing := sorted(expected.keys() - seen):
@@ -145,6 +160,12 @@ def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None
         )
     model.tie_weights()
     assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter was left without a value"
+
+
+def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype of a floating tensor by its name: families keep some, such as correction biases, in float32."""
+    plan = model._get_dtype_plan(dtype)
+    return lambda name: next((kept for part, kept in plan.items() if part in name), dtype)
 
 
 def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,6 +29,8 @@ SHAPES = {
     "glm4_moe": (8, 256, 1, "mlp", "gate"),
     "granitemoe": (8, 256, 0, "block_sparse_moe", "router"),
     "ernie4_5_moe": (8, 256, 1, "mlp", "gate"),
+    "minimax_m2": (8, 256, 0, "mlp", "gate"),
+    "qwen3_next": (8, 256, 0, "mlp", "gate"),
     "gpt_oss": (4, 256, 0, "mlp", "router"),
 }
 
@@ -60,7 +62,7 @@ def test_blocks_of_a_family(family):
         assert block.moe is model.get_submodule(block.name.rpartition(".")[0])
         assert block.router is getattr(block.moe, router)
         assert [expert_width(mlp) for mlp in block.mlps] == [width] * experts
-    has_correction = family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe")
+    has_correction = family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
     assert bool(correction_biases(blocks[0])) == has_correction
 
 
@@ -112,6 +114,7 @@ def test_a_dense_model_is_refused():
 
 
 def test_a_family_without_top_k_routing_is_refused():
+    """Case 18: Llama 4 weighs the input of experts, not their output, which our statistics do not know."""
     config = transformers.Llama4TextConfig(
         **COMMON, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=32
     )

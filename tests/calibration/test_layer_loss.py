@@ -69,6 +69,7 @@ def test_oneshot_measures_the_first_batches_only(source):
 
 
 def test_everything_is_restored_after_an_error(source):
+    """Case 31: a probe that fails leaves no weight, hook or setting changed."""
     model = open_stock(source, linear=True)
     batch = rows(token_batches(samples=1, length=20))[0]
     before, hooks, cache = model(**batch).logits, count_hooks(model), model.config.use_cache

@@ -44,6 +44,10 @@ def family(request, tmp_path_factory):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
 def test_statistics_equal_a_loop_over_tokens(family, run):
+    """Case 18: routing weights count after the expert, where these families apply them, and for routed tokens only.
+
+    Case 19: that holds whether or not the toolkit is told to send every token through every expert.
+    """
     source, model, _, sums = family
     scores = observe(source, token_batches(**DATA), **run)
     assert scores.channels_LEI.shape == (LAYERS, EXPERTS, CHANNELS)

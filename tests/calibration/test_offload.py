@@ -41,7 +41,7 @@ def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
 
 
 def test_offloaded_weights_are_not_held_between_calls(tmp_path: Path):
-    """A reference to the copy that a device is handed would keep the whole model there."""
+    """Case 19: a reference to the copy that a device is handed would keep the whole model there."""
     source = save_float64(tmp_path / "model", "qwen2_moe")
     held = [_Experts(find_expert_blocks(open_stock(source, linear=True))[0]).projections["up_proj"]._held]
     held.append(_Experts(find_expert_blocks(on_disk(source, tmp_path / "disk"))[0]).projections["up_proj"]._held)

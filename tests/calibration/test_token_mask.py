@@ -117,5 +117,6 @@ def test_data_hash_ignores_the_order_and_nothing_else():
 
 @pytest.mark.parametrize("batches", [None, [], [{"labels": torch.ones(1)}], [{"input_ids": torch.ones(1, 0)}]])
 def test_an_empty_calibration_set_is_refused(batches):
+    """Case 31: no batch, or none with a token, would give scores of zero."""
     with pytest.raises(CoverageError):
         check_batches(batches)

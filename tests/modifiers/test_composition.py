@@ -90,6 +90,7 @@ def test_recipe_in_the_output_records_all(source: Path, tmp_path: Path):
 
 
 def test_written_recipe_repeats_the_run(source: Path, tmp_path: Path):
+    """Case 29: what lies beside a checkpoint makes it again."""
     first = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()], output_dir=str(tmp_path / "out"))
     again = compress(source, str(tmp_path / "out" / "recipe.yaml"))
     assert torch.equal(logits(first), logits(again))

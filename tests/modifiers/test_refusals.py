@@ -186,6 +186,7 @@ def test_uniform_layout_below_one_block(pristine: PreTrainedModel, output: Path)
 
 @pytest.mark.parametrize("layout", ["padded", "uniform"])
 def test_one_width_for_all_and_layers_left_whole(pristine: PreTrainedModel, output: Path, layout: str):
+    """Case 28: one global width and layers that keep theirs contradict each other."""
     message = refusal(pristine, pruning(layout=layout, ignore=["model.layers.0"]), output)
     assert re.search(f"layout='{layout}'.*ignore.*layout='ragged'", message)
 
@@ -216,6 +217,42 @@ def test_groups_that_do_not_divide_the_hidden_size(tmp_path: Path, output: Path)
     assert re.search("group_size 64, which does not divide the hidden size 96: .*32", message)
 
 
+@pytest.mark.parametrize("channels", [336, 344])
+def test_groups_that_do_not_divide_a_dense_layer(tmp_path: Path, output: Path, channels: int):
+    """Case 5: a dense first layer has a width of its own, and is named before the quantizer would stop at it.
+
+    336 and 344 are to groups of 64 what 10944 is to groups of 128.
+    """
+    source = add_tokenizer(save_tiny(tmp_path / "model", "glm4_moe", intermediate_size=channels))
+    message = refusal(source, [*pruning(), quantizer_of(64)], output)
+    assert re.search(
+        rf"group_size 64, .* {channels} input channels of model\.layers\.0\.mlp\.down_proj: add .* ignore", message
+    )
+    named = re.findall(r'add "(\S+)" to', message)[0]
+    compress(open_linear(source), [*pruning(), quantizer_of(64, ignore=("lm_head", named))])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("target", ["re:.*self_attn.*", r"re:.*layers\.0\.mlp\.experts.*", "re:.*expert.*w1$"])
+def test_targets_that_leave_experts_out(pristine: PreTrainedModel, output: Path, quantizer: type, target: str):
+    """Case 22: targets that match none of a layer's experts leave nearly all weights in 16 bits, without a word."""
+    group = W4_GROUP_64["config_groups"]["group_0"] | {"targets": ["re:.*q_proj$", target]}
+    recipe = [*pruning(), quantizer(config_groups={"group_0": group}, ignore=["lm_head"])]
+    message = refusal(pristine, recipe, output)
+    assert re.search(
+        r"leave all 24 expert projections of model\.layers\.\d\.mlp\.experts in 16 bits.*add Linear", message
+    )
+
+
+def test_experts_may_be_left_out_in_words(source: Path):
+    """Case 22: the same where the recipe says that experts shall stay, or another quantizer takes them."""
+    weights = W4_GROUP_64["config_groups"]["group_0"]
+    attention = {"config_groups": {"group_0": weights | {"targets": ["re:.*self_attn.*_proj$"]}}}
+    compress(source, [*pruning(), QuantizationModifier(**attention, ignore=["re:.*experts.*"])])
+    experts = {"config_groups": {"group_0": weights | {"targets": ["re:.*experts.*_proj$"]}}}
+    compress(source, [*pruning(), QuantizationModifier(**attention), QuantizationModifier(**experts)])
+
+
 @pytest.mark.parametrize(
     ("pattern", "hit"),
     [
@@ -225,13 +262,26 @@ def test_groups_that_do_not_divide_the_hidden_size(tmp_path: Path, output: Path)
     ],
 )
 def test_ignore_that_hits_part_of_a_layer(pristine: PreTrainedModel, output: Path, pattern: str, hit: str):
+    """Case 10, case 11: an ignore list that hits part of a layer's experts would mix schemes in it."""
     message = refusal(pristine, [*pruning(), quantizer_of(ignore=("lm_head", pattern))], output)
     assert re.search(
         rf"quantizes {hit} expert projections of model\.layers\.\d\.mlp\.experts.*all of them or none", message
     )
 
 
+def test_layers_that_stay_whole_are_looked_at_too(shared_expert_source: Path, output: Path):
+    """Case 9, case 11: a layer that no channel is taken from is no exception to the rules for quantizers."""
+    model = open_linear(shared_expert_source)
+    routes = quantizer_of(ignore=("lm_head", r"re:.*layers\.1\..*shared_expert_gate$"))
+    message = refusal(model, [*pruning(ignore=["model.layers.0"]), routes], output)
+    assert "would quantize model.layers.0.mlp.shared_expert_gate" in message
+    partly = quantizer_of(ignore=("lm_head", "re:.*shared_expert_gate$", r"re:.*layers\.0\..*experts\.2\..*"))
+    message = refusal(model, [*pruning(ignore=["model.layers.0"]), partly], output)
+    assert "quantizes 21 of 24 expert projections of model.layers.0.mlp.experts" in message
+
+
 def test_quantizer_that_touches_the_shared_gate(shared_expert_source: Path, output: Path):
+    """Case 9: the gate of one output before shared experts is never quantized; what is refused names the way out."""
     model = open_linear(shared_expert_source)
     message = refusal(model, [*pruning(), quantizer_of(64)], output)
     assert re.search(r'would quantize model\.layers\.0\.mlp\.shared_expert_gate.*add "(\S+)" to its ignore', message)
@@ -240,6 +290,7 @@ def test_quantizer_that_touches_the_shared_gate(shared_expert_source: Path, outp
 
 
 def test_quantizer_that_touches_a_router(pristine: PreTrainedModel, output: Path):
+    """Case 9, case 15: a router is never quantized."""
     quantizer = quantizer_of(targets=r"re:.*mlp\.gate$")
     message = refusal(pristine, [*pruning(), quantizer], output)
     assert re.search(r"would quantize model\.layers\.0\.mlp\.gate, which decides routing: add", message)
@@ -255,10 +306,12 @@ def test_quantized_model(source: Path, output: Path):
 
 
 def test_no_dataset(pristine: PreTrainedModel, output: Path):
+    """Case 31: without calibration data nothing is pruned; all scores would be zero."""
     assert re.search("calibration set is empty.*dataset=", refusal(pristine, pruning(), output, dataset=None))
 
 
 def test_empty_dataset(pristine: PreTrainedModel, output: Path):
+    """Case 31: an empty calibration set prunes nothing."""
     empty = token_batches(samples=1).select([])
     assert re.search("calibration set is empty.*dataset=", refusal(pristine, pruning(), output, dataset=empty))
 

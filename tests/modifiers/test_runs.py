@@ -28,6 +28,8 @@ from tiny import token_batches
 from torch.utils.data import DataLoader
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier, Manifest, load
+from moe_coverage_plugin.modifiers.attribution import TOKEN_FLOOR
+from moe_coverage_plugin.modifiers.channel_pruning import model_bytes
 
 REPORT = "moe_coverage_report.json"
 EXPERTS_NAME = "model.layers.{}.mlp.experts"
@@ -42,6 +44,7 @@ def report_of(output: Path) -> dict:
 
 @pytest.mark.parametrize("pattern", ["model.layers.0", "model.layers.0.mlp.experts", r"re:.*layers\.0\..*"])
 def test_ignored_layer_stays_whole(source: Path, tmp_path: Path, pattern: str):
+    """Case 28: a layer that was left whole is whole in the manifest, which has no one number for all layers."""
     model = compress(source, pruning(0.5, None, ignore=[pattern]), output_dir=str(tmp_path / "out"))
     manifest = Manifest.from_checkpoint(tmp_path / "out")
     assert manifest.widths[EXPERTS_NAME.format(0)] == [CHANNELS] * EXPERTS
@@ -113,7 +116,20 @@ def test_log_says_what_was_pruned(source: Path, log: list[str]):
     assert f"Coverage keeps {total // 2} of {total} expert channels" in "\n".join(log)
 
 
+def test_log_says_bytes_before_and_after(source: Path, tmp_path: Path, log: list[str]):
+    """Case 22: what a run saved is said in bytes, so that a step that did nothing does not go unseen."""
+    before = model_bytes(open_linear(source))
+    model = compress(source, pruning(0.5), output_dir=str(tmp_path / "out"))
+    after = model_bytes(model)
+    assert after < before
+    said = f"{before / 2**20:.1f} MiB of weights became {after / 2**20:.1f}"
+    assert any(said in line for line in log)
+    stored = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert f"INFO Saved {tmp_path / 'out'}: {stored / 2**20:.1f} MiB of weights" in log
+
+
 def test_experts_without_a_token_are_named(source: Path, tmp_path: Path, log: list[str]):
+    """Case 17: experts that no token reached are named in a warning, and the report has the tokens of every expert."""
     two_tokens = token_batches(samples=1, length=2)
     compress(source, pruning(0.1, None), dataset=two_tokens, output_dir=str(tmp_path / "out"))
     unreached = report_of(tmp_path / "out")["experts_without_tokens"]
@@ -123,6 +139,20 @@ def test_experts_without_a_token_are_named(source: Path, tmp_path: Path, log: li
         assert f"WARNING No calibration token reached experts {experts} of {name}: they score zero" in log
         tokens = report_of(tmp_path / "out")["blocks"][name]["tokens"]
         assert [expert for expert, count in enumerate(tokens) if count == 0] == experts
+
+
+def test_experts_with_few_tokens_are_named(source: Path, log: list[str]):
+    """Case 17: there is a floor of tokens below which the scores of an expert are said to be uncertain."""
+    attribution, *others = pruning(0.1, None)
+    compress(source, [attribution, *others], dataset=token_batches(samples=4, length=TOKEN_FLOOR))
+    tokens_LE = attribution.measured.tokens_LE
+    assert tokens_LE.min() < TOKEN_FLOOR <= tokens_LE.max()
+    for name, tokens_E in zip(attribution.measured.names, tokens_LE.tolist(), strict=True):
+        few = [expert for expert, count in enumerate(tokens_E) if 0 < count < TOKEN_FLOOR]
+        warning = (
+            f"WARNING Fewer than {TOKEN_FLOOR} calibration tokens reached experts {few} of {name}: their scores are"
+        )
+        assert any(line.startswith(warning) for line in log) == bool(few)
 
 
 # --- what is measured
@@ -149,6 +179,7 @@ def test_shuffled_and_padded_batches_leave_padding_out(source: Path):
 
 
 def test_provenance_hashes_the_samples_that_were_seen(source: Path, tmp_path: Path):
+    """Case 29: whether a result was made from the same samples can be told from the checkpoint."""
     hashes = []
     for name, options in {"first": {}, "again": {}, "other": {"num_calibration_samples": 3}}.items():
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ import torch
 import yaml
 from llmcompressor import oneshot
 from safetensors.torch import save_file
-from tiny import VOCAB, add_tokenizer, save_model, token_batches
+from tiny import GROUP_LIMITED, VOCAB, add_tokenizer, save_model, token_batches
 
 from moe_coverage_plugin import load, recipe_path
 
@@ -28,13 +28,18 @@ Modifiers = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of the recipe changed."""
+    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of either changed."""
 
     recipe: str
     family: str = "qwen3_moe"
     dtype: torch.dtype = torch.float32
     layout: str = "ragged"
     changes: Modifiers = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return "_".join([self.family, str(self.dtype), *(f"{name}_{value}" for name, value in self.config.items())])
 
     def modifiers(self) -> Modifiers:
         recipe = yaml.safe_load(Path(recipe_path(self.recipe)).read_text())["prune_stage"]["prune_modifiers"]
@@ -47,6 +52,15 @@ class Spec:
 # blocks as wide as an expert leave whole experts only: all that live have one width
 WHOLE_EXPERTS: Modifiers = {"AlignmentModifier": {"block_size": 512, "min_width": 512}}
 QUANTIZED_NOWHERE: Modifiers = {"QuantizationModifier": {"ignore": ["re:.*"]}}
+# what three ranks divide, save the experts' 512 channels
+FOR_THREE_RANKS = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 9 * 64}
+
+# every layer loses two fifths of its channels and some experts, those that would keep less than two blocks
+TWO_FIFTHS: Modifiers = {
+    "CoverageModifier": {"sparsity": 0.4, "inter_layer": "uniform"},
+    "AlignmentModifier": {"min_width": 128},
+}
+
 
 # every recipe that comes with the package, every layout, and families that name or route differently
 CHECKPOINTS: Mapping[str, Spec] = {
@@ -61,8 +75,18 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_fisher_p25_w4a16": Spec("fisher_p25_q4"),
     "ragged_fisher_p50_w4a16": Spec("fisher_p50_q4"),
     "ragged_shared_w4a16": Spec("coverage_p25_q4", "qwen2_moe"),
+    "ragged_three_ranks": Spec("coverage_p25_q4_a64", config=FOR_THREE_RANKS),
     "ragged_mixtral": Spec("coverage_p25_q4_a64", "mixtral"),
     "ragged_glm4": Spec("coverage_p25_q4_a64", "glm4_moe"),
+    "ragged_olmoe": Spec("coverage_p25_q4_a64", "olmoe", changes=TWO_FIFTHS),
+    "ragged_deepseek_v2": Spec("coverage_p25_q4_a64", "deepseek_v2", changes=TWO_FIFTHS),
+    "ragged_deepseek_v2_groups": Spec("coverage_p25_q4_a64", "deepseek_v2", changes=TWO_FIFTHS, config=GROUP_LIMITED),
+    "ragged_deepseek_v3": Spec("coverage_p25_q4_a64", "deepseek_v3", changes=TWO_FIFTHS),
+    "ragged_ernie": Spec("coverage_p25_q4_a64", "ernie4_5_moe", changes=TWO_FIFTHS),
+    "ragged_minimax": Spec("coverage_p25_q4_a64", "minimax_m2", changes=TWO_FIFTHS),
+    "ragged_qwen3_next": Spec("coverage_p25_q4_a64", "qwen3_next", torch.bfloat16, changes=TWO_FIFTHS),
+    "ragged_granite": Spec("fisher_p50", "granitemoe", changes={"CoverageModifier": {"sparsity": 0.4}}),
+    "ragged_gpt_oss": Spec("fisher_p50", "gpt_oss", changes={"CoverageModifier": {"sparsity": 0.4}}),
     "padded_fp32": Spec("coverage_p50", layout="padded"),
     "padded_w4a16": Spec("coverage_p25_q4", layout="padded"),
     "uniform_fp32": Spec("coverage_p50", layout="uniform"),
@@ -72,9 +96,9 @@ CHECKPOINTS: Mapping[str, Spec] = {
 def make(name: str, directory: Path, workspace: Path) -> None:
     """Write one checkpoint and beside it ``NAME.expected.safetensors``: a prompt and its log-probabilities."""
     spec = CHECKPOINTS[name]
-    source = workspace / f"{spec.family}_{spec.dtype}"
+    source = workspace / spec.source
     if not source.exists():
-        add_tokenizer(save_model(source, spec.family, spec.dtype))
+        add_tokenizer(save_model(source, spec.family, spec.dtype, **spec.config))
     output = directory / name
     shutil.rmtree(output, ignore_errors=True)
     recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": spec.modifiers()}}, sort_keys=False)

@@ -54,6 +54,7 @@ def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: t
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 3, 64])
 def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, bias: bool) -> None:
+    """Case 16, case 27: what is loaded, biases included, answers one token and many, and rightly."""
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(tokens, experts.hidden), route(widths, tokens)
     found = forward(experts, *experts.loaded(), x, weights, ids)

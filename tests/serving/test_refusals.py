@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_coverage_plugin.manifest import CONFIG_KEY
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError
 from tests.serving.engine import checkpoint_path, open_engine
 
 
@@ -105,3 +105,10 @@ def test_positions_that_the_build_gets_wrong(edited: Callable[..., Path]) -> Non
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"latent attention with rope_type 'default'.* rotates wrongly"):
         open_engine(path)
+
+
+def test_activation_that_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the model's code knows its activation, so it is told before weights are read, not before the start."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(CoverageError, match=r"has activation 'swigluoai'.* known are plain silu"):
+        open_engine(checkpoint_path("ragged_gpt_oss"))

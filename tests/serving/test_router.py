@@ -4,6 +4,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
+from moe_coverage_plugin.serving.compat import complete_cpu_router
 from moe_coverage_plugin.serving.router import mask_router
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 200
@@ -64,3 +65,27 @@ def test_logits_of_the_caller_are_left_alone() -> None:
     before = logits.clone()
     route(router, logits)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(("scoring_func", "has_bias"), [("softmax", True), ("sigmoid", True), ("sigmoid", False)])
+def test_cpu_router_without_groups_reads_bias_and_scores(scoring_func: str, has_bias: bool) -> None:
+    """By itself it passes over the bias of softmax scores without a word, and stops at sigmoid scores."""
+    bias = torch.randn(EXPERTS) if has_bias else None
+    router = CPURouter(TOP_K, EXPERTS, scoring_func=scoring_func, e_score_correction_bias=bias)
+    complete_cpu_router(router)
+    logits = torch.randn(TOKENS, EXPERTS)
+    weights, ids = route(router, logits)
+    scores = logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
+    positions = (scores if bias is None else scores + bias).topk(TOP_K).indices
+    expected = scores.gather(1, positions)
+    assert torch.equal(ids.sort().values.long(), positions.sort().values)
+    torch.testing.assert_close(weights.sort().values, (expected / expected.sum(-1, keepdim=True)).sort().values)
+
+
+def test_cpu_router_that_needs_no_help_is_left_alone() -> None:
+    logits = torch.randn(TOKENS, EXPERTS)
+    router = CPURouter(TOP_K, EXPERTS, renormalize=False)
+    before = route(router, logits)
+    complete_cpu_router(router)
+    assert not router.use_grouped_topk
+    assert all(torch.equal(*pair) for pair in zip(before, route(router, logits), strict=True))

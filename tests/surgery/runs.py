@@ -11,7 +11,7 @@ from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors import safe_open
-from tiny import CONFIGS, VOCAB, add_tokenizer, save_model, token_batches
+from tiny import CONFIGS, CORRECTION_BIAS, VOCAB, add_tokenizer, save_model, token_batches
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,8 +44,12 @@ def linear_model(family: str, **config: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**{"num_hidden_layers": 2} | config), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith("bias"):
+            if name.endswith(CORRECTION_BIAS):
+                tensor.normal_(0.0, 0.03)
+            elif name.endswith("bias"):
                 tensor.normal_(0.0, 0.5)
+            elif tensor.ndim > 1 and not tensor.any():
+                tensor.normal_(0.0, 0.1)  # a router that its family starts at zero
             elif tensor.ndim > 1:
                 tensor.mul_(4)
     return linearize_moe(model).eval()

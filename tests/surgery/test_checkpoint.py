@@ -17,7 +17,7 @@ from runs import BLOCK, config_json, prune, source, tensors
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.manifest import REPORT_NAME
-from moe_coverage_plugin.surgery.checkpoint import check_output
+from moe_coverage_plugin.surgery.checkpoint import check_output, write_entry
 
 MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bias")
 
@@ -40,6 +40,7 @@ def written(request, shared, tmp_path_factory):
 
 
 def test_config_keeps_what_engines_key_on(written, shared):
+    """Case 26: the number of experts stays what it was, whoever was removed; kernels of routers refuse odd ones."""
     output, quantized = written
     before, after = config_json(shared), config_json(output)
     manifest = Manifest.from_checkpoint(output)
@@ -48,6 +49,8 @@ def test_config_keeps_what_engines_key_on(written, shared):
         assert after[key] == before[key], key
     assert after["moe_intermediate_size"] == manifest.declared_width
     assert len(manifest.distinct_widths) > 1, "the layout must be ragged for the rest to mean anything"
+    assert manifest.dead_experts
+    assert {len(widths) for widths in manifest.widths.values()} == {after["num_experts"]}
     assert manifest.declared_width in manifest.distinct_widths
     quantization = after["quantization_config"]
     assert quantization["quant_method"] == "compressed-tensors"
@@ -57,6 +60,7 @@ def test_config_keeps_what_engines_key_on(written, shared):
 
 
 def test_nothing_that_routes_is_quantized(written):
+    """Case 9: neither a router nor the one-output gate of a shared expert is in 4 bits on disk."""
     output, quantized = written
     names = tensors(output)
     stored_as = {name.rpartition(".")[0]: name.rpartition(".")[2] for name in names}
@@ -90,12 +94,13 @@ def test_tensors_have_the_widths_of_the_manifest(written):
 
 
 def test_report_and_recipe_lie_beside(written):
+    """Case 29: seed, versions, hash of the data and recipe stand beside the checkpoint."""
     output, quantized = written
     report = json.loads((output / REPORT_NAME).read_text())
     manifest = Manifest.from_checkpoint(output)
     assert manifest is not None
     assert {name: block["widths"] for name, block in report["blocks"].items()} == manifest.widths
-    assert {"model", "recipe", "calibration_sha256", "versions"} <= manifest.provenance.keys()
+    assert {"model", "recipe", "calibration_sha256", "versions", "torch_seed"} <= manifest.provenance.keys()
     recipe = yaml.safe_load((output / "recipe.yaml").read_text())
     named = {name for stage in recipe.values() for group in stage.values() for name in group}
     ours = {"AttributionModifier", "CoverageModifier", "AlignmentModifier", "ChannelPruningModifier"}
@@ -109,6 +114,36 @@ def test_permissions_follow_the_umask(written):
     umask = os.umask(0)
     os.umask(umask)
     assert written[0].stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "deepseek_v2"])
+def test_all_but_experts_is_left_alone(tmp_path, family):
+    """Case 5: dense first layers and shared experts, which have widths of their own, are not touched."""
+    prune(source(tmp_path / "in", family), tmp_path / "out")
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    others = {name for name in before if ".experts." not in name}
+    assert any("shared_expert" in name for name in others)
+    assert family == "qwen2_moe" or "model.layers.0.mlp.down_proj.weight" in others
+    assert {name for name in after if ".experts." not in name} == others
+    for name in others:
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(after[name], before[name].masked_fill(after[name].isinf(), float("-inf")))
+        else:
+            assert torch.equal(after[name], before[name]), name
+
+
+def test_width_of_a_nested_config(tmp_path):
+    """Case 28: the width of a language model with a config of its own is changed there, and nowhere else."""
+    vision = {"intermediate_size": 256, "moe_intermediate_size": 128}
+    text = {"moe_intermediate_size": 128, "intermediate_size": 256, "num_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": vision, "hidden_size": 8}))
+    manifest = Manifest("ragged", 128, {"model.layers.0.mlp.experts": [96, 32]})
+    write_entry(tmp_path, manifest, quantized=False)
+    after = config_json(tmp_path)
+    assert after["text_config"] == text | {"moe_intermediate_size": 32}
+    assert after["vision_config"] == vision
+    assert "moe_intermediate_size" not in after
+    assert Manifest.from_checkpoint(tmp_path) == manifest
 
 
 @pytest.mark.parametrize("layout", ["padded", "uniform"])

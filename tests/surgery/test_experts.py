@@ -50,6 +50,7 @@ def test_slicing_equals_masking(model):
 
 
 def test_padding_changes_nothing(model):
+    """Case 7: gate and up are padded each by itself, with zeros that change no answer."""
     ragged, padded = deepcopy(model), deepcopy(model)
     for seed, (one, other) in enumerate(zip(find_expert_blocks(ragged), find_expert_blocks(padded), strict=True)):
         kept_E = random_choice(one, seed)
@@ -61,6 +62,7 @@ def test_padding_changes_nothing(model):
 
 
 def test_every_projection_is_cut_by_the_same_index(model):
+    """Case 16, case 31: gate, up and their biases are cut with the channel, down by the same index; its bias stays."""
     pruned = deepcopy(model)
     before, after = find_expert_blocks(model)[0], find_expert_blocks(pruned)[0]
     kept_E = random_choice(after, 3)
@@ -89,6 +91,7 @@ def test_biases_were_among_what_is_tested():
 
 @pytest.mark.parametrize("kept", [[3, 1, 2], [1, 1, 2]])
 def test_an_index_that_does_not_ascend_is_a_bug(kept):
+    """Case 31: kept channels out of order would make gate and up disagree with down."""
     model = linear_model("qwen3_moe", moe_intermediate_size=8, num_hidden_layers=1)
     mlp = find_expert_blocks(model)[0].mlps[0]
     before = mlp.down_proj.weight.clone()

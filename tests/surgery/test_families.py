@@ -15,8 +15,8 @@ from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
 from runs import W4, aligned, logits, prompt, prune, source, tensors
-from tiny import CONFIGS
-from transformers import AutoModelForCausalLM
+from tiny import CONFIGS, add_tokenizer, seeing_config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from moe_coverage_plugin import CoverageError, Manifest, load
@@ -27,7 +27,7 @@ from moe_coverage_plugin.surgery.experts import remove_expert
 from moe_coverage_plugin.surgery.router import mask_router
 
 # projections of an expert as published checkpoints of the family name them; others: gate_proj, up_proj, down_proj
-FAMILY_NAMES = {"mixtral": {"w1", "w2", "w3"}}
+FAMILY_NAMES = {"mixtral": {"w1", "w2", "w3"}, "minimax_m2": {"w1", "w2", "w3"}}
 FAMILIES = tuple(CONFIGS)
 # their published checkpoints hold all experts in one tensor, so stock engines find none of ours
 MERGED_ON_DISK = ("granitemoe", "gpt_oss")
@@ -106,6 +106,7 @@ def stock(runs):
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_answers_like_the_model_in_memory(runs, family, layout):
+    """Case 13: every family's checkpoint is compared by its logits, not by whether it loads."""
     path, expected = runs[family, layout]
     assert torch.equal(logits(aligned(load(path))), expected)
 
@@ -134,6 +135,7 @@ def test_four_bits_are_decompressed_to_what_was_in_memory(runs, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_have_the_names_of_their_family(runs, family):
+    """Case 20, case 24: experts are stored one by one, under the names of the family, such as w1, w2 and w3."""
     names = {name.split(".")[-2] for name in tensors(runs[family, "ragged"][0]) if ".experts." in name}
     assert names == FAMILY_NAMES.get(family, {"gate_proj", "up_proj", "down_proj"})
 
@@ -143,6 +145,7 @@ RAGGED = [*FAMILIES, "w4a16", "w4a16_mixtral", "one_width", "one_width_w4a16"]
 
 @pytest.mark.parametrize("key", [*((name, "ragged") for name in RAGGED), *((f, "padded") for f in MERGED_ON_DISK)])
 def test_stock_transformers_stops_at_what_it_cannot_load(stock, key):
+    """Case 20, case 21: who does not have the plugin gets an error, and no model with random or narrowed experts."""
     assert "error" in stock[key], f"it answered, having left out {stock[key].get('loading_info')}"
 
 
@@ -177,3 +180,25 @@ def test_after_the_loader_of_the_toolkit(runs, tmp_path):
         register_checkpoint_conversion_mapping("qwen3_moe", registered, overwrite=True)
     assert tensors(tmp_path / "out").keys() == tensors(runs["w4a16", "ragged"][0]).keys()
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_text_part_of_a_model_that_sees(tmp_path):
+    """Its language model is nested in it and in its config; stored in one tensor, its experts cannot be in 4 bits."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(seeing_config(), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "in")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(add_tokenizer(tmp_path / "in"))
+
+    def opened():
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / "in")
+
+    pruned = prune(opened(), tmp_path / "out", processor=tokenizer)
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert len(manifest.widths) == 3
+    assert all(name.startswith("model.language_model.layers.") for name in manifest.widths)
+    assert manifest.dead_experts
+    assert torch.equal(logits(aligned(load(tmp_path / "out"))), logits(pruned))
+    with pytest.raises(CoverageError, match="cannot be quantized"):
+        prune(opened(), tmp_path / "q4", quantize=True, processor=tokenizer)
+    assert not (tmp_path / "q4").exists()

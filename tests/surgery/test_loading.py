@@ -57,6 +57,17 @@ def test_sixteen_bits_come_back_bit_for_bit(ragged):
     assert any(0 in widths for widths in manifest.widths.values()), "a dead expert must be among them"
 
 
+def test_more_than_ten_layers_keep_their_order(tmp_path):
+    """Case 21: each layer gets its own widths, though a JSON writer sorts layer 10 before layer 2."""
+    model = prune(source(tmp_path / "in", num_hidden_layers=12), tmp_path / "out")
+    blocks = {block.name: block.widths for block in find_expert_blocks(model)}
+    assert len({tuple(widths) for widths in blocks.values()}) > 2
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert list(manifest.widths.items()) == list(blocks.items())
+    assert torch.equal(logits(aligned(load(tmp_path / "out"))), logits(model))
+
+
 def test_a_loaded_model_generates(ragged):
     loaded = load(ragged[0])
     answer = loaded.generate(prompt(), max_new_tokens=4, do_sample=False)
@@ -66,6 +77,7 @@ def test_a_loaded_model_generates(ragged):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_and_dtypes_round_trip(tmp_path, tied, dtype):
+    """Case 25: tied embeddings are stored once and come back tied, untied ones stay two."""
     model = prune(source(tmp_path / "in", dtype=dtype, tie_word_embeddings=tied), tmp_path / "out")
     loaded = load(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
@@ -134,6 +146,22 @@ def test_quantized_later_equals_quantized_at_once(ragged, w4a16, tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(w4a16[1]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("ignore", "words"),
+    [
+        (["lm_head"], r"shared_expert_gate is quantized, which decides routing: .*ignore"),
+        (["re:.*shared_expert_gate$", r"re:.*experts\.3\.up_proj$"], r"experts are quantized in several ways"),
+    ],
+)
+def test_a_later_quantizer_that_breaks_the_rules_writes_nothing(tmp_path, ignore, words):
+    """Case 9, case 10, case 11: without our modifiers a quantizer is not checked before it runs, so saving refuses."""
+    prune(source(tmp_path / "in", "qwen2_moe"), tmp_path / "out")
+    quantizer = QuantizationModifier(**W4 | {"ignore": ignore})
+    with pytest.raises(CoverageError, match=words):
+        oneshot(model=load(tmp_path / "out"), recipe=[quantizer], output_dir=str(tmp_path / "later"))
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
 def test_four_bits_saved_again_are_sixteen_and_say_so(w4a16, tmp_path):
     loaded = load(w4a16[0])
     loaded.save_pretrained(tmp_path / "out")
@@ -178,6 +206,7 @@ def live_tensor(found):
 
 @pytest.mark.parametrize("which", ["expert", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
 def test_a_missing_tensor(damaged, which):
+    """Case 21, case 23: a parameter that no tensor fills stops the loader; it is not left at random."""
     path, found = damaged
     name = live_tensor(found) if which == "expert" else which
     del found[name]
@@ -188,6 +217,7 @@ def test_a_missing_tensor(damaged, which):
 
 
 def test_an_extra_tensor(damaged):
+    """Case 21, case 23: a tensor that the model has no place for is not dropped without a word."""
     path, found = damaged
     dead = Manifest.from_checkpoint(path).dead_experts
     layer, experts = next(iter(dead.items()))

@@ -21,6 +21,7 @@ def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
 @example(128, 8, 128, 16)
 @example(129, 8, 128, 4)
 def test_no_number_of_tokens_needs_other_kernels(tokens: int, top_k: int, experts: int, bits: int) -> None:
+    """Case 27: nothing is left to be compiled, and so to fail, at the first request."""
     ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k)}
     assert kernels(choose(tokens * top_k, experts, bits), tokens * top_k) in ahead
 

@@ -1,0 +1,57 @@
+"""An engine has every weight from the checkpoint, or it does not start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.serving.headers import check_headers
+from tests.serving.engine import checkpoint_path, open_engine
+
+
+def copied(directory: Path, name: str, without: str = "nothing") -> Path:
+    """A copy of a checkpoint that lacks tensors, in two shards and with an index that does not tell of it."""
+    source = checkpoint_path(name)
+    tensors = {key: t for key, t in load_file(source / "model.safetensors").items() if not key.startswith(without)}
+    shards = {f"model-{half + 1}-of-2.safetensors": sorted(tensors)[half::2] for half in range(2)}
+    for file, names in shards.items():
+        save_file({key: tensors[key] for key in names}, directory / file, {"format": "pt"})
+    weight_map = {key: file for file, names in shards.items() for key in names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "config.json").write_text((source / "config.json").read_text())
+    return directory
+
+
+@pytest.mark.parametrize("name", ["ragged_fp32", "ragged_w4a16"])
+@pytest.mark.parametrize("lost", ["model.layers.1.self_attn.o_proj", "model.layers.2.input_layernorm"])
+def test_parameter_without_a_tensor_stops_the_engine(tmp_path: Path, name: str, lost: str) -> None:
+    """Case 21, case 23: vLLM leaves parameters of quantized models at random where no tensor comes, unless told."""
+    with pytest.raises(ValueError, match=rf"not initialized from checkpoint: .*{lost}"):
+        open_engine(copied(tmp_path, name, lost))
+
+
+def test_missing_shard_is_told_before_an_engine_starts(tmp_path: Path) -> None:
+    """Case 23: an index names the files that there must be."""
+    path = copied(tmp_path, "ragged_w4a16")
+    manifest = Manifest.from_checkpoint(path)
+    assert manifest is not None
+    check_headers(path, manifest)
+    (path / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(
+        CoverageError, match=r"model-2-of-2\.safetensors is one of 2 files .* copy the checkpoint again"
+    ):
+        check_headers(path, manifest)
+    for damage in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'):
+        (path / "model.safetensors.index.json").write_text(damage)
+        with pytest.raises(CoverageError, match=r"index\.json cannot be read"):
+            check_headers(path, manifest)
+
+
+def test_whole_checkpoint_in_shards_is_served(tmp_path: Path) -> None:
+    llm = open_engine(copied(tmp_path, "ragged_w4a16"))
+    assert sum(llm.apply_model(lambda model: sum(int(torch.isnan(p).sum()) for p in model.parameters()))) == 0
