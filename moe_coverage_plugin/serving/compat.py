@@ -7,6 +7,7 @@ Written against 0.32 and 0.26. Both build a mixture layer as a runner (router, g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ def require_all_weights(vllm_config: VllmConfig) -> None:
     options: Any = vllm_config.load_config.model_loader_extra_config
     # other loaders, and those of earlier releases, stop at an option that they do not know
     is_default = vllm_config.load_config.load_format in ("auto", "hf", "safetensors")
-    if is_default and isinstance(options, dict) and TRACKING in DefaultModelLoader.__init__.__code__.co_names:
+    if is_default and isinstance(options, dict) and TRACKING in getsource(DefaultModelLoader):
         options.setdefault(TRACKING, True)
 
 

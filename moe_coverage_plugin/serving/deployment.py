@@ -34,7 +34,6 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     if manifest is None or model_config.quantization != CONFIG_KEY:
         return
     refuse_wrong_positions(model_config.hf_text_config)
-    compat.require_all_weights(vllm_config)
     groups = quantization_config.get("config_groups") or {}
     parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))
@@ -51,6 +50,8 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     )
     if not ours:
         return
+    # stock methods for experts make parameters that no checkpoint fills
+    compat.require_all_weights(vllm_config)
     refuse_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
     if parallel.data_parallel_size > 1:
         refuse_exchanges(parallel.data_parallel_size, parallel.all2all_backend)

@@ -60,6 +60,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Any]]:
 
 @pytest.mark.parametrize("served", CHECKPOINTS, indirect=True)
 def test_agrees_with_transformers(served: tuple[Path, Any]) -> None:
+    """Case 13, case 27: what an engine answers to its first request is what transformers answers."""
     path, llm = served
     assert_agrees(path, prompt_logprobs(llm, expected_logprobs(path)[0]))
 
@@ -97,6 +98,7 @@ def run_apart(
 
 
 def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
+    """Case 6, case 30: two ranks find the plugin by themselves and answer as one does."""
     path = checkpoint_path("ragged_w4a16_a64")
     cores = sorted(os.sched_getaffinity(0))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
