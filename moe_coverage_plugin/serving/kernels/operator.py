@@ -18,10 +18,9 @@ def run_kernels(
     weight_on_input: bool,
 ) -> Tensor:
     """``ragged_experts`` by way of the operator; arguments and result are the same."""
-    tensors = (weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.w13_bias, weights.w2_bias)
     numbers = (weights.hidden, weights.width, weights.bits, weights.group_size, weights.unit)
     routing = (topk_weights_TK, topk_ids_TK)
-    return ragged_moe_kernels(x_TH, *routing, *tensors, weights.table_E4, *numbers, activation, weight_on_input)
+    return ragged_moe_kernels(x_TH, *routing, *weights.tensors, weights.table_E4, *numbers, activation, weight_on_input)
 
 
 @torch.library.custom_op("moe_coverage::ragged_moe_kernels", mutates_args=())
