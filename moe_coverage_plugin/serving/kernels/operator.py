@@ -20,7 +20,9 @@ def run_kernels(
     """``ragged_experts`` by way of the operator; arguments and result are the same."""
     numbers = (weights.hidden, weights.width, weights.bits, weights.group_size, weights.unit)
     routing = (topk_weights_TK, topk_ids_TK)
-    return ragged_moe_kernels(x_TH, *routing, *weights.tensors, weights.table_E4, *numbers, activation, weight_on_input)
+    return ragged_moe_kernels(
+        x_TH, *routing, *weights.tensors, weights.table_E4, *numbers, activation, weight_on_input
+    )
 
 
 @torch.library.custom_op("moe_coverage::ragged_moe_kernels", mutates_args=())
