@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 # load every *.safetensors of a directory
 REPORT_NAME = "moe_coverage_report.json"
 SCORES_NAME = "moe_coverage_scores.bin"
+INDEX_NAME = "model.safetensors.index.json"
 
 Layout = Literal["ragged", "padded", "uniform"]
 
@@ -152,3 +153,18 @@ class Manifest:
 def _numbers_as_such(name: str) -> list[tuple[int, str]]:
     """Key that sorts names by the numbers in them: of two numbers the one with more digits is the larger."""
     return [(len(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def indexed_files(directory: Path) -> list[str] | None:
+    """Names of the weight files that a checkpoint's index lists, sorted; ``None`` where there is no index.
+
+    Raises:
+        CoverageError: an index that cannot be read.
+    """
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        return None
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CoverageError(f"{INDEX_NAME} cannot be read ({error}): copy the checkpoint again") from error

@@ -13,9 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest
-
-INDEX_NAME = "model.safetensors.index.json"
+from moe_coverage_plugin.manifest import CONFIG_KEY, INDEX_NAME, REPORT_NAME, CoverageError, Manifest
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 

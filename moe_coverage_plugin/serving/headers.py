@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from pathlib import Path
 
 from safetensors import safe_open
 
-from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.manifest import CoverageError, Manifest, indexed_files
 from moe_coverage_plugin.serving.packing import packed_columns
 
 EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
-INDEX_NAME = "model.safetensors.index.json"
 DOWN_NAMES = ("down_proj", "w2")
 PROJECTIONS = 3
 
@@ -40,13 +38,7 @@ def check_headers(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    index = directory / INDEX_NAME
-    if not index.is_file():
-        return
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CoverageError(f"{INDEX_NAME} cannot be read ({error}): copy the checkpoint again") from error
+    names = indexed_files(directory) or []
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise CoverageError(
             f"{missing[0]} is one of {len(names)} files of the checkpoint and not there: copy the checkpoint again"

@@ -29,13 +29,12 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
-from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, indexed_files
 from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.router import mask_router
 
-INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
@@ -216,10 +215,5 @@ def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]
 
 
 def _shards(path: Path) -> list[Path]:
-    if (path / INDEX_NAME).is_file():
-        try:
-            files = set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values())
-        except (ValueError, LookupError, AttributeError) as error:
-            raise CoverageError(f"{INDEX_NAME} cannot be read ({error}): copy the checkpoint again") from error
-        return [path / name for name in sorted(files)]
-    return [path / SINGLE_NAME]
+    names = indexed_files(path)
+    return [path / name for name in ([SINGLE_NAME] if names is None else names)]
