@@ -7,7 +7,8 @@ tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 token
 ratios and writes all figures with the card and versions; the file is written anew after every variant.
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
-    python -m benchmarks.serving --render benchmarks/results/serving.json
+    python -m benchmarks.serving --tensor-parallel-size 2 --output benchmarks/results/serving_tp2.json
+    python -m benchmarks.serving --render benchmarks/results/serving.json benchmarks/results/serving_tp2.json
     VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.serving --small --enforce-eager --output /tmp/serving.json
 """
 
@@ -63,7 +64,10 @@ def measure(args: argparse.Namespace) -> None:
     shape = dict(SMALL if args.small else FULL)
     if args.layers:
         shape["num_hidden_layers"] = args.layers
-    options = {name: getattr(args, name) for name in ("gpu_memory_utilization", "enforce_eager", "seed")}
+    options = {
+        name: getattr(args, name)
+        for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "seed")
+    }
     request = asdict(SMALL_WORK if args.small else Work()) | options
     record: dict[str, Any] = {
         "command": portable("benchmarks.serving", sys.argv[1:], {"--output", "--logs"}),
@@ -128,9 +132,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, help="JSON file to write")
-    task.add_argument("--render", type=Path, metavar="FILE", help="measure nothing, write RESULTS.md from such a file")
+    task.add_argument(
+        "--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md from such files"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="cards that a model is spread over")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=0, help="of widths, weights and prompts")
     parser.add_argument("--logs", type=Path, help="where to keep what the engines print; thrown away otherwise")

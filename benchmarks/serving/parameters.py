@@ -5,6 +5,7 @@ These functions are handed to ``LLM.apply_model`` and ``LLM.collective_rpc``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,7 +63,16 @@ def fill_packed(words: torch.Tensor, generator: torch.Generator) -> None:
 
 def parameter_bytes(model: torch.nn.Module) -> int:
     """Bytes of all parameters, each storage once."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return _stored_bytes(model.parameters())
+
+
+def expert_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the routed experts, each storage once."""
+    return _stored_bytes(parameter for name, parameter in model.named_parameters() if ".routed_experts." in name)
+
+
+def _stored_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     return sum(storages.values())
 
 

@@ -32,6 +32,12 @@ def comparable(figures: Figures) -> dict[str, float]:
     return {"weights bytes": weights} | decode | seconds
 
 
+def imbalance(figures: Figures) -> float:
+    """By how much the rank with the most bytes of experts exceeds the mean rank; 0 where all are equal."""
+    held = figures["expert_bytes_by_rank"]
+    return max(held) * len(held) / sum(held) - 1
+
+
 def table(variants: dict[str, Figures]) -> str:
     """The ratios, a line for each kind of figure and a column for each pair, and the words of what failed."""
     columns = ratios(variants)

@@ -1,15 +1,16 @@
-"""Writes the part of RESULTS.md on serving from one measured file."""
+"""Writes the part of RESULTS.md on serving from measured files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not where vLLM is
 
 from benchmarks.markers import markers, write_between
-from benchmarks.serving.ratios import Figures, comparable, ratios
+from benchmarks.serving.ratios import Figures, comparable, imbalance, ratios
 
 NAME = "serving"
 BEGIN, END = markers(NAME)
@@ -24,13 +25,14 @@ expert channels.
 """
 
 
-def write_results(file: Path, path: Path) -> None:
-    """Put the tables of a run between the markers of ``path``.
+def write_results(files: Sequence[Path], path: Path) -> None:
+    """Put the tables of runs between the markers of ``path``.
 
     Raises:
         CoverageError: a page without markers.
     """
-    write_between(path, NAME, INTRODUCTION, section(json.loads(file.read_text(encoding="utf-8"))))
+    sections = [section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
 def section(record: dict[str, Any]) -> str:
@@ -38,7 +40,7 @@ def section(record: dict[str, Any]) -> str:
     shape, asked, where = record["shape"], record["request"], record["environment"]
     measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
     head = [
-        f"Card: {where['card']}.",
+        f"Card: {where['card']}{_ranks(asked['tensor_parallel_size'])}.",
         f"Versions: {', '.join(f'{package} {version}' for package, version in where['versions'].items())}.",
         f"Command: `{record['command']}`",
         f"Seed: {record['seed']}.",
@@ -56,6 +58,10 @@ def section(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _ranks(count: int) -> str:
+    return f", {count} of them by tensor parallelism; bytes are those of the fullest" if count > 1 else ""
+
+
 def _shown(figures: Figures) -> dict[str, str]:
     shown = {kind: f"{value:,.0f}" for kind, value in comparable(figures).items() if "seconds" not in kind}
     seconds = {kind: f"{value:.4f}" for kind, value in comparable(figures).items() if "seconds" in kind}
@@ -65,6 +71,8 @@ def _shown(figures: Figures) -> dict[str, str]:
         shown[f"experts that {routing['tokens']} tokens meet in a layer"] = (
             f"{met:.1f} ({routing['if_even']:.1f} if all were equally likely)"
         )
+    if len(figures["expert_bytes_by_rank"]) > 1:
+        shown["experts on the fullest rank, over the mean rank"] = f"{1 + imbalance(figures):.4f}"
     return shown | seconds | {"seconds to start": f"{figures['startup_seconds']:.0f}"}
 
 

@@ -46,7 +46,7 @@ class Request:
         prompt: tokens of their prompts.
         new: tokens that each of them decodes after the first.
         prefill: tokens of the prompt whose prefill is timed, alone.
-        max_model_len, gpu_memory_utilization, enforce_eager, seed: vLLM's.
+        tensor_parallel_size, max_model_len, gpu_memory_utilization, enforce_eager, seed: vLLM's.
     """
 
     checkpoint: str
@@ -55,6 +55,7 @@ class Request:
     prompt: int
     new: int
     prefill: int
+    tensor_parallel_size: int
     max_model_len: int
     gpu_memory_utilization: float
     enforce_eager: bool
@@ -71,6 +72,7 @@ class Bench:
             request.checkpoint,
             load_format="dummy",
             skip_tokenizer_init=True,
+            tensor_parallel_size=request.tensor_parallel_size,
             max_model_len=request.max_model_len,
             max_num_seqs=max(request.batches),
             gpu_memory_utilization=request.gpu_memory_utilization,
@@ -80,22 +82,22 @@ class Bench:
             compilation_config={"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, *request.batches})},
         )
         self.startup_seconds = time.perf_counter() - start
-        (self.expert_methods,) = self.llm.apply_model(parameters.expert_methods)
+        self.expert_methods = sorted(set().union(*self.llm.apply_model(parameters.expert_methods)))
         check_method(request.ragged, self.expert_methods)
         self.llm.apply_model(partial(parameters.fill_at_random, seed=request.seed))
         self.generator = torch.Generator().manual_seed(request.seed)
         self.vocabulary = self.llm.model_config.get_vocab_size()
 
     def measure(self) -> dict[str, Any]:
-        """All figures of this checkpoint; bytes, seconds, tokens per second."""
-        # the CPU's runner does not measure it
-        (loading,) = [None] if current_platform.is_cpu() else self.llm.collective_rpc(parameters.loading_bytes)
-        (held,) = self.llm.apply_model(parameters.parameter_bytes)
+        """All figures of this checkpoint; bytes of the fullest rank, seconds, tokens per second."""
+        # the CPU's runner does not measure what loading takes
+        loading = None if current_platform.is_cpu() else max(self.llm.collective_rpc(parameters.loading_bytes))
         return {
             "experts_run_by": self.expert_methods,
             "startup_seconds": self.startup_seconds,
             "loading_bytes": loading,
-            "parameter_bytes": held,
+            "parameter_bytes": max(self.llm.apply_model(parameters.parameter_bytes)),
+            "expert_bytes_by_rank": self.llm.apply_model(parameters.expert_bytes),
             "decode": [self.decode(batch) for batch in self.request.batches],
             "prefill": self.prefill(),
             "routing": self.routing(),
@@ -125,7 +127,7 @@ class Bench:
         """Experts of a layer that 64 tokens hit, and how many they would if every choice were equally likely."""
         self.llm.apply_model(partial(parameters.watch_routing, tokens=ROUTED_TOKENS))
         self.seconds(1, self.request.prefill, 1)
-        (found,) = self.llm.apply_model(parameters.distinct_experts)
+        found = self.llm.apply_model(parameters.distinct_experts)[0]  # every rank routes all tokens
         config = self.llm.model_config.hf_config
         missed = (1 - config.num_experts_per_tok / config.num_experts) ** ROUTED_TOKENS
         return {"tokens": ROUTED_TOKENS, "distinct_experts": found, "if_even": config.num_experts * (1 - missed)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from benchmarks.markers import TITLE
 from benchmarks.serving.render import INTRODUCTION, section, write_results
 
 
-def figures(gigabytes: float, tokens_per_second: float, distinct: float | None = 126.0) -> dict[str, Any]:
+def figures(
+    gigabytes: float, tokens_per_second: float, distinct: float | None = 126.0, experts: Sequence[int] = (9,)
+) -> dict[str, Any]:
     return {
         "experts_run_by": ["Method"],
         "startup_seconds": 50.0,
         "loading_bytes": int(gigabytes * 1e9),
         "parameter_bytes": int(gigabytes * 1e9),
+        "expert_bytes_by_rank": list(experts),
         "decode": [{"batch": 64, "tokens_per_second": tokens_per_second}],
         "prefill": {"tokens": 2048, "median_seconds": 0.05},
         "routing": {"tokens": 64, "distinct_experts": distinct, "if_even": 125.9},
@@ -33,7 +37,7 @@ RECORD = {
         "hidden_size": 2048,
         "num_experts_per_tok": 8,
     },
-    "request": {"new": 128, "prompt": 128, "enforce_eager": False},
+    "request": {"new": 128, "prompt": 128, "enforce_eager": False, "tensor_parallel_size": 1},
     "variants": {"stock4": figures(16, 7500), "ours4": figures(12, 9000, None)},
 }
 
@@ -54,6 +58,20 @@ def test_a_failed_variant_says_why_and_has_no_figures(tmp_path: Path):
     file, page = tmp_path / "run.json", tmp_path / "RESULTS.md"
     file.write_text(json.dumps(RECORD | {"variants": {"stock4": {"error": "no backend"}, "ours4": figures(12, 9000)}}))
     page.write_text(f"{TITLE}\n\n{INTRODUCTION}")
-    write_results(file, page)
+    write_results([file], page)
     assert "- stock4 failed: no backend" in page.read_text()
     assert "/ stock4" not in page.read_text()
+
+
+def test_ranks_show_how_unequal_they_are(tmp_path: Path):
+    request = RECORD["request"] | {"tensor_parallel_size": 2}
+    two = RECORD | {"request": request, "variants": {"ours4": figures(6, 9000, experts=[51, 49])}}
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file, record in zip(files, (RECORD, two), strict=True):
+        file.write_text(json.dumps(record))
+    page = tmp_path / "RESULTS.md"
+    page.write_text(f"{TITLE}\n\n{INTRODUCTION}")
+    write_results(files, page)
+    alone, shared = page.read_text().split("2 of them by tensor parallelism")
+    assert "fullest rank" not in alone
+    assert [line.split("|")[2].strip() for line in shared.splitlines() if "fullest rank" in line] == ["1.0200"]
