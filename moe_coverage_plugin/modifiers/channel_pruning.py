@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.utils import align_module_device
+from compressed_tensors.offload import disable_onloading
 from llmcompressor.core import Event, State, active_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
@@ -41,6 +40,7 @@ from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.surgery.checkpoint import check_output, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import check_quantizable
 from moe_coverage_plugin.surgery.experts import prune_block, remove_expert
+from moe_coverage_plugin.surgery.memory import return_freed_tensors
 from moe_coverage_plugin.surgery.router import mask_router
 
 
@@ -80,6 +80,7 @@ class ChannelPruningModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
+        return_freed_tensors()
         self._coverage = predecessor(self, CoverageModifier)
         self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
         before, after = recipe_around(self)
@@ -131,7 +132,8 @@ class ChannelPruningModifier(Modifier):
         if run is None or run.output_dir is None:
             return
         linears = [linear for block in self._coverage.attribution.blocks for linear in block_linears(block)]
-        pruned_bytes = sum(linear.weight.nbytes for linear in linears) * self._coverage.sparsity
+        with disable_onloading():
+            pruned_bytes = sum(linear.weight.nbytes for linear in linears) * self._coverage.sparsity
         # an estimate from below, so that nothing that would fit is refused: four bits and scales take over a quarter
         kept_bytes = int(model_bytes(model) - pruned_bytes)
         check_output(Path(run.output_dir), needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
@@ -176,8 +178,8 @@ class ChannelPruningModifier(Modifier):
             self._observed.remove(observed)
             observer, tracing = observed
             tracing.close()
-            _reconstruct(observer, self._kept[observer.block.name])
-            prune_block(observer.block, self._kept.pop(observer.block.name), self._padded_width)
+            kept_E = self._kept.pop(observer.block.name)
+            prune_block(observer.block, kept_E, self._padded_width, _fitted_columns(observer, kept_E))
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
@@ -236,14 +238,12 @@ class ChannelPruningModifier(Modifier):
 
 
 @torch.no_grad()
-def _reconstruct(observer: GramObserver, kept_E: list[Tensor]) -> None:
-    """Fit the columns of every ``down_proj`` that stay; those that go are cut afterwards."""
-    for index, gram_II in observer.grams().items():
-        linear = projections(observer.block.mlps[index])["down_proj"]
-        with align_module_device(linear):
-            weight_HI = linear.weight.detach().clone()
-        weight_HI[:, kept_E[index].to(weight_HI.device)] = reconstruct_down(weight_HI, gram_II, kept_E[index])
-        update_offload_parameter(linear, "weight", weight_HI)
+def _fitted_columns(observer: GramObserver, kept_E: list[Tensor]) -> dict[int, Tensor]:
+    """The columns that stay of every ``down_proj``, fitted; by expert, without those that no token reached."""
+    return {
+        index: reconstruct_down(projections(observer.block.mlps[index])["down_proj"].weight, gram_II, kept_E[index])
+        for index, gram_II in observer.grams().items()
+    }
 
 
 def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
@@ -252,5 +252,7 @@ def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
 
 
 def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    """Bytes of all parameters and buffers, wherever they lie."""
+    # offloaded ones would all be copied to where they compute
+    with disable_onloading():
+        return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
