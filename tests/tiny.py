@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 import transformers
 from datasets import Dataset
+from remote_code.modeling_listed_experts import DeepseekConfig, DeepseekForCausalLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -43,6 +45,7 @@ GROUP_LIMITED = {
     "routed_scaling_factor": 16.0,
 }
 CORRECTION_BIAS = "e_score_correction_bias"
+LISTED = "deepseek"
 CONFIGS = {
     "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(
         **COMMON | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64} | kw
@@ -106,10 +109,25 @@ CONFIGS = {
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 16, "full_attention_interval": 2}
         | kw
     ),
+    "qwen3_5_moe": lambda **kw: transformers.Qwen3_5MoeTextConfig(
+        **COMMON
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 32}
+        | {"shared_expert_intermediate_size": 192, "linear_num_key_heads": 2, "linear_num_value_heads": 16}
+        | {"layer_types": ["linear_attention", "full_attention"] * (kw.get("num_hidden_layers", 4) // 2)}
+        | {"num_hidden_layers": 4}
+        | kw
+    ),
     "gpt_oss": lambda **kw: transformers.GptOssConfig(
         **COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256, "head_dim": 32} | kw
     ),
 }
+
+
+def listed_model(**config) -> PreTrainedModel:
+    """DeepSeek-MoE-16B: transformers does not know it, its code lies beside the checkpoint, its experts are a list."""
+    shape = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 320}
+    kept = {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return DeepseekForCausalLM(DeepseekConfig(**COMMON | shape | kept | config))
 
 
 def seeing_config() -> PretrainedConfig:
@@ -127,8 +145,11 @@ def seeing_config() -> PretrainedConfig:
 def save_model(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **config) -> Path:
     """Write a random model whose experts differ in size, so that budgets become ragged."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**config), dtype=torch.float32)
-    _diversify(model)
+    if family == LISTED:
+        model = listed_model(**config)
+    else:
+        model = AutoModelForCausalLM.from_config(CONFIGS[family](**config), dtype=torch.float32)
+    diversify(model)
     model.to(dtype).save_pretrained(directory)
     return directory
 
@@ -143,12 +164,14 @@ def add_tokenizer(directory: Path) -> Path:
 
 
 @torch.no_grad()
-def _diversify(model: PreTrainedModel) -> None:
+def diversify(model: PreTrainedModel) -> None:
+    """Make some experts and channels of a random model matter far more than others, in place."""
     for name, parameter in model.named_parameters():
         if "experts." in name and parameter.ndim == 3:
-            # lognormal factors: some experts and channels matter far more than others
-            factors = torch.randn(parameter.shape[0], 1, 1).mul(0.7).exp()
-            parameter.mul_(6 * factors)
+            factors = torch.randn(parameter.shape[0], 1, 1).mul(0.7).exp()  # lognormal
+            parameter.mul_(6 * factors.to(parameter))
+        elif re.search(r"\.experts\.\d+\.", name):
+            parameter.mul_(6 * torch.randn(()).mul(0.7).exp())
         elif name.endswith(CORRECTION_BIAS):
             continue
         elif parameter.ndim == 2 and not parameter.any():

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
+from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.calibration.gathering import gather_scores
 from moe_coverage_plugin.calibration.gradients import GradientObserver, obs_bytes
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
@@ -119,6 +120,7 @@ class AttributionModifier(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
         self._check_options()
+        linearize_expert_lists(state.model)
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
         self._refuse_quantized()

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
 
+from moe_coverage_plugin.calibration.expert_lists import ListedExperts
 from moe_coverage_plugin.manifest import CoverageError
 
 # what a family merges into one tensor when it is loaded, and the projections in it in their order
@@ -39,7 +40,9 @@ def stores_single_experts(model: PreTrainedModel) -> bool:
     """
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # the toolkit's own loading puts renamings of numbered experts in the place of the mergers, for the whole process
-    return any(_merges_experts(each) or NUMBERED in each.source_patterns[0] for each in transforms)
+    if any(_merges_experts(each) or NUMBERED in each.source_patterns[0] for each in transforms):
+        return True
+    return any(isinstance(module, ListedExperts) for module in model.modules())
 
 
 def check_quantizable(model: PreTrainedModel) -> None:

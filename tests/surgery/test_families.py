@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
 from runs import W4, aligned, logits, prompt, prune, source, tensors
-from tiny import CONFIGS, add_tokenizer, seeing_config
+from tiny import CONFIGS, LISTED, add_tokenizer, save_model, seeing_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -202,3 +203,56 @@ def test_text_part_of_a_model_that_sees(tmp_path):
     with pytest.raises(CoverageError, match="cannot be quantized"):
         prune(opened(), tmp_path / "q4", quantize=True, processor=tokenizer)
     assert not (tmp_path / "q4").exists()
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory):
+    """A family whose code lies beside the checkpoint and holds experts in a list: path, and answer in memory."""
+    root, found = tmp_path_factory.mktemp("listed"), {}
+    own = add_tokenizer(save_model(root / "in", LISTED, num_hidden_layers=3, moe_intermediate_size=128))
+    for name, options in {"ragged": {}, "padded": {"layout": "padded"}, "w4a16": {"quantize": True}}.items():
+        model = AutoModelForCausalLM.from_pretrained(own, trust_remote_code=True)
+        pruned = prune(model, root / name, min_width=0, trust_remote_code_model=True, **options)
+        found[name] = root / name, logits(pruned)
+    return found
+
+
+@pytest.mark.parametrize("name", ["ragged", "padded", "w4a16"])
+def test_experts_in_a_list_load_with_code_that_is_trusted(listed, name):
+    path, expected = listed[name]
+    with pytest.raises(CoverageError, match="custom code"):
+        load(path)
+    model = load(path, trust_remote_code=True)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    manifest = Manifest.from_checkpoint(path)
+    assert manifest is not None
+    assert list(manifest.widths) == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    assert manifest.dead_experts or name == "padded"
+
+
+def test_experts_in_a_list_can_be_quantized_later(listed, tmp_path):
+    model = load(listed["ragged"][0], trust_remote_code=True)
+    recipe = [QuantizationModifier(**W4)]
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"), trust_remote_code_model=True)
+    assert tensors(tmp_path / "out").keys() == tensors(listed["w4a16"][0]).keys()
+    found = logits(load(tmp_path / "out", trust_remote_code=True))
+    torch.testing.assert_close(found, listed["w4a16"][1], rtol=1e-4, atol=1e-4)
+
+
+def test_stock_transformers_and_experts_in_a_list(listed):
+    """With the code that it is told to trust: it loads zeros, stops at 16 bit, and misses what is not there in 4."""
+
+    def opened(name):
+        return AutoModelForCausalLM.from_pretrained(listed[name][0], trust_remote_code=True, output_loading_info=True)
+
+    model, info = opened("padded")
+    assert not any(info.values())
+    torch.testing.assert_close(logits(model), listed["padded"][1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(AttributeError, match="config_groups"):
+        opened("ragged")
+    manifest = Manifest.from_checkpoint(listed["w4a16"][0])
+    assert manifest is not None
+    missing = opened("w4a16")[1]["missing_keys"]
+    dead = {f"{name}.{expert}." for name, experts in manifest.dead_experts.items() for expert in experts}
+    assert dead
+    assert {re.match(r".*\.experts\.\d+\.", name)[0] for name in missing} == dead
