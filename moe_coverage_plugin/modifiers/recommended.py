@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
@@ -20,7 +21,11 @@ NEVER_QUANTIZED = ["lm_head", "re:.*shared_expert_gate$"]
 
 
 def recommended_recipe(
-    sparsity: float, block_size: int = 128, reconstruct: bool = True, scheme: str | None = "W4A16"
+    sparsity: float,
+    block_size: int = 128,
+    reconstruct: bool = True,
+    scheme: str | None = "W4A16",
+    ignore: Sequence[str] = (),
 ) -> list[Modifier]:
     """What ``recipes/fisher_*.yaml`` say, for ``oneshot(recipe=...)``.
 
@@ -30,6 +35,8 @@ def recommended_recipe(
         reconstruct: fit what stays of every expert to what the whole one answered.
         scheme: name of a preset of compressed-tensors; ``None``: no quantization. Groups that do not divide the blocks
             become as small as needed.
+        ignore: more layers that stay in full precision, names or ``re:`` and a regular expression; for instance a
+            dense layer whose width is no multiple of the group size.
 
     Raises:
         CoverageError: an unknown scheme. The rest is checked when ``oneshot`` initializes the recipe.
@@ -42,7 +49,7 @@ def recommended_recipe(
     ]
     if scheme is not None:
         group = {"group_0": _fitting_scheme(scheme, block_size)}
-        modifiers.append(QuantizationModifier(config_groups=group, ignore=NEVER_QUANTIZED))
+        modifiers.append(QuantizationModifier(config_groups=group, ignore=[*NEVER_QUANTIZED, *ignore]))
     return modifiers
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from compressed_tensors.distributed import init_dist
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from tiny import token_batches
@@ -22,7 +23,9 @@ def main(source: str, output: str, same_data: bool = False) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if ranks > 1:
+    if ranks > 1 and torch.accelerator.is_available():
+        init_dist()
+    elif ranks > 1:
         dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(source)
     linearize_moe(model)

@@ -16,7 +16,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def start(output: Path, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE.parents[1])))}
+    paths = [str(HERE.parent), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     arguments = (HERE / "rank_worker.py", output.parent / "model", output, *options)
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 from harness import BLOCK, CHANNELS, EXPERTS, LAYERS, TOP_K, compress, logits, open_linear, pruning, refusal, widths
-from tiny import VOCAB, save_model, token_batches
+from tiny import VOCAB, add_tokenizer, save_model, token_batches
 from torch.nn.functional import mse_loss
 
 from moe_coverage_plugin import (
@@ -54,6 +55,18 @@ def test_groups_fit_the_blocks(block_size: int, group_size: int):
     weights = recommended_recipe(0.25, block_size)[-1].config_groups["group_0"].weights.model_dump()
     assert weights["group_size"] == group_size
     assert W4_MEMBERS.items() <= weights.items()
+
+
+def test_a_layer_that_groups_do_not_divide_is_left_out(tmp_path: Path):
+    """Dense first layers have widths of their own, 10944 in DeepSeek-V2-Lite and GLM-4.5-Air."""
+    model = add_tokenizer(save_model(tmp_path / "model", "deepseek_v2", intermediate_size=352))
+    with pytest.raises(CoverageError, match=r'add "model\.layers\.0\.mlp\.down_proj" to its ignore'):
+        compress(model, recommended_recipe(0.25, 64), dataset=token_batches(), output_dir=str(tmp_path / "refused"))
+    recipe = recommended_recipe(0.25, 64, ignore=["model.layers.0.mlp.down_proj"])
+    compress(model, recipe, dataset=token_batches(), output_dir=str(tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"model.layers.0.mlp.down_proj", "lm_head"} <= set(written)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_unknown_scheme():
