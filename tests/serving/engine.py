@@ -27,14 +27,14 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def checkpoint_path(name: str) -> Path:
-    """Directory of a checkpoint made beforehand.
+def checkpoint_path(name: str, file: str = "config.json") -> Path:
+    """Directory of a checkpoint made beforehand, with this file in it.
 
     Raises:
         FileNotFoundError: a failure, not a skip, with what to do.
     """
     path = ARTIFACTS / name
-    if not (path / "config.json").is_file():
+    if not (path / file).is_file():
         raise FileNotFoundError(f"{path} is missing: run make_checkpoints.py beside this file, where llmcompressor is")
     return path
 
@@ -44,20 +44,29 @@ def checkpoint_dtype(path: Path) -> str:
     return json.loads((path / "config.json").read_text())["dtype"]
 
 
-def expected_logprobs(path: Path) -> tuple[list[int], list[float]]:
+def has_own_code(path: Path) -> bool:
+    """Whether code beside a checkpoint, which these tests have written themselves, must be trusted to open it."""
+    return "auto_map" in json.loads((path / "config.json").read_text())
+
+
+def expected_logprobs(path: Path, dtype: str | None = None) -> tuple[list[int], list[float]]:
     """A prompt, and the log-probability of each next token as transformers computed it.
 
     The file lies beside the directory: vLLM loads every safetensors file within.
+
+    Args:
+        dtype: what it computed in, ``"float32"`` or ``"bfloat16"``; the checkpoint's where not given.
     """
     with safe_open(path.with_name(f"{path.name}.expected.safetensors"), "pt") as file:
-        return file.get_tensor("prompt_ids").tolist(), file.get_tensor("prompt_logprobs").tolist()
+        return file.get_tensor("prompt_ids").tolist(), file.get_tensor(dtype or checkpoint_dtype(path)).tolist()
 
 
 def open_engine(path: Path, **options: Any) -> Any:
     """A real ``vllm.LLM`` on a checkpoint, in its dtype."""
     from vllm import LLM
 
-    arguments: dict[str, Any] = OPTIONS | {"dtype": checkpoint_dtype(path)} | options
+    own = {"trust_remote_code": has_own_code(path), "dtype": checkpoint_dtype(path)}
+    arguments: dict[str, Any] = OPTIONS | own | options
     return LLM(str(path), **arguments)
 
 

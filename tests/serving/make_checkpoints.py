@@ -7,7 +7,9 @@ Runs in the compressing environment; the serving tests run in another, without t
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +20,11 @@ import torch
 import yaml
 from llmcompressor import oneshot
 from safetensors.torch import save_file
-from tiny import GROUP_LIMITED, VOCAB, add_tokenizer, save_model, token_batches
+from tiny import GROUP_LIMITED, LISTED, VOCAB, add_tokenizer, save_model, token_batches
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import load, recipe_path
+from moe_coverage_plugin.surgery import checkpoint
 
 PROMPT_TOKENS = 64
 Modifiers = dict[str, dict[str, Any]]
@@ -79,6 +83,7 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_mixtral": Spec("coverage_p25_q4_a64", "mixtral"),
     "ragged_glm4": Spec("coverage_p25_q4_a64", "glm4_moe"),
     "ragged_olmoe": Spec("coverage_p25_q4_a64", "olmoe", changes=TWO_FIFTHS),
+    "ragged_deepseek": Spec("coverage_p25_q4_a64", LISTED, changes=TWO_FIFTHS),
     "ragged_deepseek_v2": Spec("coverage_p25_q4_a64", "deepseek_v2", changes=TWO_FIFTHS),
     "ragged_deepseek_v2_groups": Spec("coverage_p25_q4_a64", "deepseek_v2", changes=TWO_FIFTHS, config=GROUP_LIMITED),
     "ragged_deepseek_v3": Spec("coverage_p25_q4_a64", "deepseek_v3", changes=TWO_FIFTHS),
@@ -102,18 +107,46 @@ def make(name: str, directory: Path, workspace: Path) -> None:
     output = directory / name
     shutil.rmtree(output, ignore_errors=True)
     recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": spec.modifiers()}}, sort_keys=False)
-    oneshot(model=str(source), dataset=token_batches(), recipe=recipe, batch_size=4, output_dir=str(output))
+    # the toolkit trusts the code of no path
+    trusted = spec.family == LISTED
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True) if trusted else str(source)
+    options: dict[str, Any] = {"batch_size": 4, "output_dir": str(output), "trust_remote_code_model": trusted}
+    oneshot(model=model, dataset=token_batches(), recipe=recipe, **options)
     # not in the directory: engines load every safetensors file they find there
     save_file(expected(output), directory / f"{name}.expected.safetensors")
 
 
-@torch.no_grad()
-def expected(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``."""
+def expected(checkpoint: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``.
+
+    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own.
+    """
     prompt_ids = torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7))
-    logits = load(checkpoint)(prompt_ids[None]).logits[0, :-1]
-    chosen = logits.float().log_softmax(-1).gather(-1, prompt_ids[1:, None]).squeeze(-1)
-    return {"prompt_ids": prompt_ids, "prompt_logprobs": chosen}
+    trusted = "auto_map" in (checkpoint / "config.json").read_text()
+    model = load(checkpoint, trust_remote_code=trusted).to(device)
+    dtypes = sorted((torch.float32, torch.bfloat16), key=lambda dtype: dtype != model.dtype)
+    logprobs = {str(dtype).removeprefix("torch."): _logprobs(model.to(dtype), prompt_ids) for dtype in dtypes}
+    return {"prompt_ids": prompt_ids} | logprobs
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, prompt_ids: torch.Tensor) -> torch.Tensor:
+    logits = model(prompt_ids[None].to(model.device)).logits[0, :-1].cpu()
+    return logits.float().log_softmax(-1).gather(-1, prompt_ids[1:, None]).squeeze(-1)
+
+
+def make_half_written(directory: Path) -> None:
+    """What a process leaves that is killed while it saves, at the last moment, under a name to give to an engine."""
+    model = load(directory / "ragged_fp32")
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # threads do not survive a fork
+        checkpoint.write_entry = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        model.save_pretrained(directory / "half_written")
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the process was not killed while it saved"
+    (left,) = directory.glob(".half_written.*.partial")
+    left.rename(directory / "half_written")
 
 
 if __name__ == "__main__":
@@ -121,3 +154,4 @@ if __name__ == "__main__":
     shutil.rmtree(target, ignore_errors=True)
     for checkpoint_name in CHECKPOINTS:
         make(checkpoint_name, target, target / "sources")
+    make_half_written(target)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from tests.serving.engine import expected_logprobs, open_engine
+from tests.serving.engine import REPOSITORY, expected_logprobs, open_engine
 
 PROMPTS = 3
 TOKENS = 12
+CROWD = 32
 
 
 class RankProbe:
@@ -88,16 +92,65 @@ def answer(llm: Any, prompt_ids: list[int], number: int = 0) -> dict[str, list[A
     }
 
 
+def in_crowd(llm: Any, prompt_ids: list[int]) -> list[float]:
+    """Log-probabilities of a prompt that is served together with many others, in one batch where they fit."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    others = [[*prompt_ids[shift:], *prompt_ids[:shift]] for shift in range(1, CROWD)]
+    crowd = [{"prompt_token_ids": ids} for ids in ([*prompt_ids], *others)]
+    logprobs = llm.generate(crowd, sampling, use_tqdm=False)[0].prompt_logprobs
+    return [each[token].logprob for each, token in zip(logprobs[1:], prompt_ids[1:], strict=True)]
+
+
+def start(path: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """This program on a checkpoint, in a process of its own."""
+    command = [sys.executable, "-m", "tests.serving.ranks", path, json.dumps(options)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | environment, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What that program printed."""
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    lines = [line for line in out.splitlines() if line.startswith('{"answer"')]
+    assert process.returncode == 0, f"{out[-4000:]}\n{err[-4000:]}"
+    return json.loads(lines[0])
+
+
+def finish_all(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """What ranks printed that wait for each other; where one fails, the others are stopped."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        waiting = [pool.submit(finish, process) for process in processes]
+        done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
+        for process in processes:
+            process.kill()
+        for each in done:
+            each.result()
+        return [each.result() for each in waiting]
+
+
 def main() -> None:
     """Answer one prompt, a different one on each data-parallel rank."""
     path, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    from vllm.platforms import current_platform
+
     number = int(os.environ.get("VLLM_DP_RANK", "0"))
-    if "VLLM_DP_RANK" in os.environ:
+    if current_platform.is_cpu() and "VLLM_DP_RANK" in os.environ:
         gather_tokens_on_cpus()
     llm = open_engine(path, worker_extension_cls="tests.serving.ranks.RankProbe", **options)
-    if options.get("pipeline_parallel_size", 1) > 1:
+    if current_platform.is_cpu() and options.get("pipeline_parallel_size", 1) > 1:
         llm.collective_rpc("allocate_what_stages_exchange")
-    found = answer(llm, prompts(path)[number], number)
+    prompt_ids = prompts(path)[number]
+    found = answer(llm, prompt_ids, number)
+    # what was decoded one by one, now as part of a prompt
+    whole = answer(llm, prompt_ids + found["tokens"], number)["prompt_logprobs"]
+    found["logprobs_as_prompt"] = whole[len(prompt_ids) - 1 :]
+    if not current_platform.is_cpu():
+        found["logprobs_in_crowd"] = in_crowd(llm, prompt_ids)
     print(json.dumps({"answer": found, "bytes_held": llm.collective_rpc("bytes_held")}), flush=True)
 
 

@@ -30,6 +30,7 @@ RECIPES_4BIT = [
 ]
 LOST_EXPERTS_4BIT = [
     "ragged_olmoe",
+    "ragged_deepseek",
     "ragged_deepseek_v2",
     "ragged_deepseek_v2_groups",
     "ragged_deepseek_v3",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,27 +21,11 @@ from moe_coverage_plugin.serving import register
 from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
-from tests.serving.engine import REPOSITORY, checkpoint_path, open_engine
-from tests.serving.ranks import answer, prompts
+from tests.serving.engine import checkpoint_path, open_engine
+from tests.serving.ranks import answer, finish, finish_all, prompts, start
 
 CORES = sorted(os.sched_getaffinity(0))
 IN_PROCESSES = {"distributed_executor_backend": "mp"}
-
-
-def start(path: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.serving.ranks", path, json.dumps(options)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | environment, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    lines = [line for line in out.splitlines() if line.startswith('{"answer"')]
-    assert process.returncode == 0, f"{out[-4000:]}\n{err[-4000:]}"
-    return json.loads(lines[0])
 
 
 def one_rank(path: Path, count: int) -> list[dict[str, Any]]:
@@ -97,12 +78,8 @@ def test_three_data_parallel_ranks_beside_shared_experts() -> None:
         )
         for rank in range(ranks)
     ]
-    try:
-        expected = one_rank(path, ranks)
-        found = [finish(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    found = finish_all(processes)
+    expected = one_rank(path, ranks)
     for each, alone in zip(found, expected, strict=True):
         assert_equal(each["answer"], alone)
         assert_agrees(path, each["answer"]["prompt_logprobs"])

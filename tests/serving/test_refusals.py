@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError
-from tests.serving.engine import checkpoint_path, open_engine
+from tests.serving.engine import OPTIONS, checkpoint_path, open_engine
 
 
 @pytest.fixture
@@ -23,9 +27,7 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
         source = checkpoint_path(name)
         config = json.loads((source / "config.json").read_text())
         edit(config["quantization_config"])
-        for file in source.iterdir():
-            (tmp_path / file.name).symlink_to(file)
-        (tmp_path / "config.json").unlink()
+        shutil.copytree(source, tmp_path, dirs_exist_ok=True)
         (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 
@@ -36,6 +38,30 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 def _engine_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     # So that a refusal which only the engine's process speaks would not be heard here.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is refused, no engine came to exist."""
+    started: list[str] = []
+    start = BaseProcess.start
+
+    def noted(process: BaseProcess) -> None:
+        started.append(process.name)
+        start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", noted)
+    yield
+    assert started == []
+
+
+def test_an_engine_would_have_started_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(process: BaseProcess) -> None:
+        raise InterruptedError(f"{process.name} starts")
+
+    monkeypatch.setattr(BaseProcess, "start", stop)
+    with pytest.raises(InterruptedError, match="starts"):
+        open_engine(checkpoint_path("ragged_fp32"))
 
 
 def test_unknown_schema_version(edited: Callable[..., Path]) -> None:
@@ -79,10 +105,95 @@ def test_tensors_that_do_not_fit_the_widths(
     path = edited("ragged_w4a16")
     tensors = load_file(path / "model.safetensors")
     damage(tensors)
-    (path / "model.safetensors").unlink()
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         open_engine(path)
+
+
+def test_widths_of_a_layout_that_stock_methods_serve(edited: Callable[..., Path]) -> None:
+    """They fill a buffer as wide as the config says with a narrower tensor, and leave the rest as it was."""
+    path = edited("padded_w4a16")
+    tensors = load_file(path / "model.safetensors")
+    narrow_a_weight(tensors)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts\.3\.down_proj\.weight_packed has shape .* not that of width"):
+        open_engine(path)
+
+
+# --- files
+
+
+def cut_off(path: Path) -> None:
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def link_out(path: Path) -> None:
+    outside = shutil.move(path / "model.safetensors", path.parent / "outside.safetensors")
+    (path / "model.safetensors").symlink_to(outside)
+
+
+def climb_out(path: Path) -> None:
+    shutil.move(path / "model.safetensors", path.parent / "outside.safetensors")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}')
+
+
+def lose_a_shard(path: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickle_instead(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    marker = path / "unpickled"
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(marker)))
+
+
+class Touch:
+    """Leaves a directory behind when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", ["ragged_w4a16", "padded_w4a16"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_off, r"model\.safetensors cannot be read .* was cut off, copy the checkpoint again"),
+        (link_out, r"model\.safetensors is a link to .*outside\.safetensors, outside of"),
+        (climb_out, r"lists '\.\./outside\.safetensors', where only names"),
+        (lose_a_shard, r"lacks model-2\.safetensors, which is one of 2 files"),
+        (pickle_instead, r"holds no weights, neither model\.safetensors\.index\.json nor any"),
+    ],
+)
+def test_files_that_are_cut_off_or_elsewhere(
+    edited: Callable[..., Path], name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    path = edited(name)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
+        open_engine(path)
+    assert not (path / "unpickled").exists()
+
+
+def test_an_entry_that_was_changed(edited: Callable[..., Path]) -> None:
+    """The width before pruning, which no tensor contradicts."""
+    path = edited("ragged_fp32", lambda config: config[CONFIG_KEY].update(intermediate_size=1024))
+    with pytest.raises(ValueError, match="entry does not match its sha256"):
+        open_engine(path)
+
+
+def test_what_a_run_leaves_that_is_killed_while_it_saves() -> None:
+    """All weights are there and what describes them is not: without our entry a stock engine would fill the rest."""
+    from vllm import LLM
+
+    path = checkpoint_path("half_written", "model.safetensors")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        LLM(str(path), **OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
-from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan
+from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
 from tests.serving.kernels.random_layers import FEW, MANY, PLANS, SCHEMES, TOP_K, RandomLayer, error
 from tests.serving.random_experts import RaggedExperts
@@ -34,6 +34,18 @@ def test_default_plan(device: torch.device, tokens: int) -> None:
     layer = RandomLayer(device, "group-128" if tokens > 1 else "plain-blocks")
     inputs = layer.inputs(tokens)
     assert error(ragged_experts(*inputs, layer.weights), layer.judge(*inputs)) < layer.bound
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="so many tokens take minutes in the interpreter")
+@pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
+@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64"])
+def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> None:
+    """Every one of them, with as many tokens as it is chosen for, and with fewer and more."""
+    layer = RandomLayer(device, scheme)
+    inputs = layer.inputs(tokens)
+    expected = layer.judge(*inputs)
+    errors = [error(ragged_experts(*inputs, layer.weights, plan=p), expected) for p in all_plans(layer.weights.bits)]
+    assert max(errors) < layer.bound, errors
 
 
 @both_paths
