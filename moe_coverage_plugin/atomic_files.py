@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from contextlib import suppress
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -18,10 +22,53 @@ def write_atomically(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        os.replace(partial, path)
+        remove_leftovers(path)
+        partial.touch()
+        with in_use(partial):
+            partial.write_bytes(data)
+            os.replace(partial, path)
     except OSError as error:
         raise CoverageError(f"{path} cannot be written ({error.strerror}): choose another place") from error
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+@contextmanager
+def in_use(partial: Path) -> Iterator[None]:
+    """Mark a partial file or directory as being written; the mark ends with the process, however that ends."""
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        # where a file system has no locks, nothing is ever taken for a leftover
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(path: Path) -> list[Path]:
+    """Remove partial files and directories that runs which died have left beside ``path``, and return them."""
+    named = re.compile(rf"\.{re.escape(path.name)}\.\w+\.partial")
+    removed: list[Path] = []
+    with suppress(OSError):
+        removed = [each for each in path.parent.iterdir() if named.fullmatch(each.name) and _remove_unused(each)]
+    return removed
+
+
+def _remove_unused(partial: Path) -> bool:
+    try:
+        handle = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True

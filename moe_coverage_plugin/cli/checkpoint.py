@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from moe_coverage_plugin.manifest import CONFIG_KEY, INDEX_NAME, REPORT_NAME, CoverageError, Manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json
+from moe_coverage_plugin.weight_files import open_weights, weight_files
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -101,7 +99,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise CoverageError(f"{directory} is no directory: give that of a pruned checkpoint")
-    config = _read_mapping(directory / "config.json")
+    config = read_json(directory / "config.json")
     quantization = config.get("quantization_config") or {}
     text_config = config.get("text_config") or config
     parts = [text_config, quantization]
@@ -115,42 +113,21 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             f"{directory} is no pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
             "ChannelPruningModifier wrote"
         )
-    if not all(manifest.widths.values()):
-        raise CoverageError(f"{directory / 'config.json'} names a layer without experts: it is damaged")
     tensors = _read_headers(directory)
     remarks: list[str] = []
+    if "auto_map" in config:
+        remarks.append("config.json names Python files as the model's code (auto_map), none of which was run")
     blocks, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
     return Checkpoint(directory, text_config, quantization, manifest, tensors, blocks, plan, remarks)
 
 
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CoverageError(f"{path} cannot be read ({error}): give the directory of a whole checkpoint") from error
-    if not isinstance(value, Mapping):
-        raise CoverageError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")
-    return value
-
-
 def _read_headers(directory: Path) -> dict[str, StoredTensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    if (directory / INDEX_NAME).is_file():
-        listed = _read_mapping(directory / INDEX_NAME).get("weight_map")
-        names = {str(name) for name in listed.values()} if isinstance(listed, Mapping) else set()
-        if missing := names - {file.name for file in files}:
-            raise CoverageError(f"{directory} lacks {min(missing)}: the checkpoint is incomplete, copy it again")
-    if not files:
-        raise CoverageError(f"{directory} holds no weights (*.safetensors): the checkpoint is incomplete")
     tensors = {}
-    for file in files:
-        try:
-            with safe_open(file, "np") as shard:
-                for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
-                    header = shard.get_slice(name)
-                    tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), file)
-        except (OSError, SafetensorError) as error:
-            raise CoverageError(f"{file} cannot be read ({error}): it was cut off, copy it again") from error
+    for file in weight_files(directory):
+        with open_weights(file, "np") as shard:
+            for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
+                header = shard.get_slice(name)
+                tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), file)
     return tensors
 
 
@@ -162,7 +139,7 @@ def _read_report(
         remarks.append(f"no {REPORT_NAME}, so coverage and calibration tokens are unknown")
         return {}, {}
     try:
-        report = _read_mapping(path)
+        report = read_json(path)
         blocks = report.get("blocks")
         fits = isinstance(blocks, dict) and all(_fits(blocks[name], manifest.widths.get(name)) for name in blocks)
     except CoverageError as error:

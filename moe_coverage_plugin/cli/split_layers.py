@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from safetensors import safe_open
-
 from moe_coverage_plugin.cli.checkpoint import EXPERT, Checkpoint
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.parallelism import ParallelShape, SplitLayer
+from moe_coverage_plugin.weight_files import open_weights
 
 SPLIT_BY_INPUT = re.compile(r"\.(o_proj|down_proj|w2)\.(weight|weight_packed)$")
 
@@ -67,7 +66,7 @@ def _split_layer(checkpoint: Checkpoint, what: str, name: str) -> SplitLayer:
     if scale is None or len(scale.shape) != 2 or stored_shape is None or stored_shape.shape != (2,):
         raise CoverageError(f"{name} has no scales or no shape beside it: the checkpoint is damaged, write it again")
     # the shape of the weight before packing is itself a tensor, of two numbers
-    with safe_open(stored_shape.file, "np") as shard:
+    with open_weights(stored_shape.file, "np") as shard:
         channels = int(shard.get_tensor(shape_name)[1])
     group_size = channels // max(scale.shape[1], 1)
     by_group = any(weights.get("group_size") == group_size for weights in checkpoint.weight_groups)

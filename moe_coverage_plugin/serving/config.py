@@ -18,7 +18,7 @@ from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
-from moe_coverage_plugin.serving.headers import check_headers
+from moe_coverage_plugin.serving.headers import check_headers, has_weights
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 from moe_coverage_plugin.serving.scheme import Entry, ExpertScheme, expert_scheme, layer_entry, supported_scheme
 
@@ -100,14 +100,13 @@ class CoverageConfig(CompressedTensorsConfig):
         the width of shared experts and what tensor parallelism must divide.
 
         Raises:
-            CoverageError: if a local checkpoint lacks tensors that its widths describe, or holds others.
+            CoverageError: if a local checkpoint lacks files or tensors that its widths describe, or holds others.
         """
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-        if self.manifest.layout != "ragged":
-            return
-        if Path(model_name).is_dir() and any(Path(model_name).glob("*.safetensors")):
+        # of every layout, since stock methods narrow their buffers to a narrower tensor without a word
+        if has_weights(Path(model_name)):
             check_headers(Path(model_name), self.manifest)
-        if hf_config is None:
+        if hf_config is None or self.manifest.layout != "ragged":
             return
         text_config = hf_config.get_text_config()
         for field in EXPERT_WIDTH_FIELDS:

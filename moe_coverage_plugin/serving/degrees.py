@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-from safetensors import safe_open
-
 from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.parallelism import SplitLayer
+from moe_coverage_plugin.weight_files import open_weights
 
 # of layers that vLLM splits by their input; of experts, which have one width where this is asked, the first tells
 SPLIT_BY_INPUT = re.compile(r"(\.layers\.\d+\..*\.(?:o_proj|out_proj|down_proj|w2))\.(weight_scale|weight_shape)$")
@@ -62,7 +61,7 @@ def _grouped_layers(directory: Path, group_sizes: Collection[int]) -> list[tuple
     """Name, input channels and group size of every layer that is stored in groups."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as shard:
+        with open_weights(file) as shard:
             for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
                 match = SPLIT_BY_INPUT.search(name)
                 if match is None or ((expert := EXPERT.search(name)) is not None and int(expert[1]) > 0):

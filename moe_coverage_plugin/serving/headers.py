@@ -6,17 +6,23 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from safetensors import safe_open
-
-from moe_coverage_plugin.manifest import CoverageError, Manifest, indexed_files
+from moe_coverage_plugin.manifest import INDEX_NAME, CoverageError, Manifest
 from moe_coverage_plugin.serving.packing import packed_columns
+from moe_coverage_plugin.weight_files import open_weights, weight_files
 
 EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
 DOWN_NAMES = ("down_proj", "w2")
 PROJECTIONS = 3
+# what engines look for weights in, pickles among them, where nobody says otherwise
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", INDEX_NAME)
 
 # (layer number, expert) -> checkpoint name and shape of each of its weights
 Found = dict[tuple[int, int], list[tuple[str, list[int]]]]
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a path is a local directory with anything in it that an engine might load."""
+    return any(any(directory.glob(pattern)) for pattern in WEIGHTS)
 
 
 def check_headers(directory: Path, manifest: Manifest) -> None:
@@ -25,9 +31,9 @@ def check_headers(directory: Path, manifest: Manifest) -> None:
     The loader finds the same, but in another process, whose errors reach the user as "see root cause above".
 
     Raises:
-        CoverageError: naming the first file that is missing, or tensor that is, is left over or of another width.
+        CoverageError: naming the first file that is missing, cut off or elsewhere, or tensor that is missing, left
+            over or of another width.
     """
-    _check_files(directory)
     found = _expert_weights(directory)
     for path, widths in manifest.widths.items():
         layer = re.search(r"\.layers\.(\d+)\.", path)
@@ -37,18 +43,10 @@ def check_headers(directory: Path, manifest: Manifest) -> None:
             _check_expert(path, expert, width, found.get((int(layer[1]), expert), []))
 
 
-def _check_files(directory: Path) -> None:
-    names = indexed_files(directory) or []
-    if missing := [name for name in names if not (directory / name).is_file()]:
-        raise CoverageError(
-            f"{missing[0]} is one of {len(names)} files of the checkpoint and not there: copy the checkpoint again"
-        )
-
-
 def _expert_weights(directory: Path) -> Found:
     found: Found = defaultdict(list)
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as shard:
+    for file in weight_files(directory):
+        with open_weights(file) as shard:
             for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
                 if (match := EXPERT_TENSOR.search(name)) is not None:
                     found[int(match[1]), int(match[2])].append((name, shard.get_slice(name).get_shape()))
@@ -62,12 +60,13 @@ def _check_expert(path: str, expert: int, width: int, weights: list[tuple[str, l
             f"{path} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "
             f"{len(weights)}: copy the checkpoint again, or write it again"
         )
-    for name, (rows, columns) in weights:
+    for name, shape in weights:
         *_, projection, tensor = name.split(".")
+        rows, columns = shape if len(shape) == 2 else (-1, -1)
         stored = packed_columns(width) if tensor == "weight_packed" else width
         is_down = projection in DOWN_NAMES
         if (columns if is_down else rows) != (stored if is_down else width):
             raise CoverageError(
-                f"{name} has shape [{rows}, {columns}], which is not that of width {width}: tensors and widths are "
+                f"{name} has shape {shape}, which is not that of width {width}: tensors and widths are "
                 "not of one checkpoint, write it again"
             )

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from compressed_tensors.distributed import is_source_process
+from compressed_tensors.offload import disable_onloading, get_offloaded_device
 from compressed_tensors.quantization.utils import is_module_quantized
 from llmcompressor.core import active_session
 from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.atomic_files import in_use, remove_leftovers, write_atomically
 from moe_coverage_plugin.calibration.expert_blocks import (
     WIDTH_KEYS,
     block_linears,
@@ -64,7 +65,8 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     Wraps the toolkit's own method, which must be in place. The directory appears under its name only when everything
     is in it: files are written into a hidden sibling, which is then renamed.
     """
-    toolkit_save = model.save_pretrained
+    # a model that is pruned again has one record, the newest
+    toolkit_save = getattr(model.save_pretrained, "_of_toolkit", model.save_pretrained)
     assert getattr(toolkit_save, "_overridden", False), "oneshot replaces save_pretrained before modifiers run"
     keep_family_names(model)
     model_ref = weakref.ref(model)
@@ -83,21 +85,26 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
         if quantized:
             check_quantizable(model)
             check_schemes(model)
+        if _on_disk(model):
+            # transformers loads the tensors of a whole file before it writes it, and the toolkit's files hold 20 GB
+            kwargs.setdefault("max_shard_size", largest_block_bytes(model))
         with staged(target) as staging:
             toolkit_save(str(staging), **kwargs)
             if is_source_process():
-                open_to_all = record.layout != "ragged" and not quantized and stores_single_experts(model)
-                write_entry(staging, describe(model, record), quantized, open_to_all)
                 _keep_recipe(model, staging)
                 (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
                 for write_companion in record.companions:
                     write_companion(staging)
+                open_to_all = record.layout != "ragged" and not quantized and stores_single_experts(model)
+                # last: without its entry nobody takes the directory for a checkpoint
+                write_entry(staging, describe(model, record), quantized, open_to_all)
         if is_source_process():
             stored = sum(file.stat().st_size for file in target.glob("*.safetensors"))
             logger.info(f"Saved {target}: {stored / 2**20:.1f} MiB of weights")
 
     # the toolkit's mark: it leaves a method that carries it alone when the model enters oneshot again
     save_pretrained._overridden = True  # type: ignore[attr-defined]
+    save_pretrained._of_toolkit = toolkit_save  # type: ignore[attr-defined]
     model.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
@@ -125,7 +132,12 @@ def check_schemes(model: PreTrainedModel) -> None:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A directory to fill in; renamed to ``target`` when the block ends, deleted when it fails."""
+    """A directory to fill in; renamed to ``target`` when the block ends, deleted when it fails.
+
+    What a process that was killed leaves of it has no ``config.json`` unless the block had written one in the place of
+    the one that it finds, :func:`write_entry` does. Engines would take it for a checkpoint, and fill in what is not
+    there yet at random.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
@@ -133,21 +145,35 @@ def staged(target: Path) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         staging.chmod(0o777 & ~umask)
-        yield staging
-        if is_source_process():
-            os.replace(staging, target)
+        with in_use(staging), tempfile.TemporaryFile() as unnamed:
+            _link_config(staging, unnamed.fileno())
+            yield staging
+            if is_source_process():
+                assert not (staging / "config.json").is_symlink(), "the block must replace config.json"
+                os.replace(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _link_config(directory: Path, handle: int) -> None:
+    """Let what is written to ``config.json`` go to an open file, which is gone with this process."""
+    opened = Path(f"/proc/{os.getpid()}/fd/{handle}")
+    # other systems than Linux do not have it, nor every file system links
+    if opened.exists():
+        with suppress(OSError):
+            (directory / "config.json").symlink_to(opened)
+
+
 def check_output(target: Path, needed_bytes: int = 0) -> None:
-    """Refuse an output directory that cannot take a checkpoint.
+    """Refuse an output directory that cannot take a checkpoint, and remove what runs that died left beside it.
 
     Raises:
         CoverageError: it is not empty, its parent is not writable, or the disk has less than ``needed_bytes`` free.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CoverageError(f"output {target} exists and is not empty: choose another directory, or empty this one")
+    for leftover in remove_leftovers(target):
+        logger.info(f"Removed {leftover}, which a run that died has left")
     parent = next(path for path in (target, *target.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CoverageError(f"output {target} cannot be created: {parent} is not writable, choose another directory")
@@ -189,6 +215,17 @@ def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:
     source = Path(model.name_or_path or "") / RECIPE_FILE_NAME
     if active_session().state.model is not model and source.is_file():
         shutil.copyfile(source, directory / RECIPE_FILE_NAME)
+
+
+def _on_disk(model: torch.nn.Module) -> bool:
+    return any(get_offloaded_device(module) == "disk" for module in model.modules())
+
+
+def largest_block_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the experts of the layer that has most."""
+    with disable_onloading():
+        blocks = find_expert_blocks(model)
+        return max(sum(p.nbytes for linear in block_linears(block) for p in linear.parameters()) for block in blocks)
 
 
 def _is_quantized(model: torch.nn.Module) -> bool:

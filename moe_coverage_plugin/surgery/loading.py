@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,19 +25,20 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers import __version__ as version
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
-from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, indexed_files
+from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json
 from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.router import mask_router
+from moe_coverage_plugin.weight_files import open_weights, weight_files
 
-SINGLE_NAME = "model.safetensors"
 
-
-def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """Open a pruned checkpoint as a transformers model on the CPU whose experts have their own widths.
 
     4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout
@@ -48,21 +48,27 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         path: checkpoint directory, one file or sharded.
         dtype: cast floating-point weights; the checkpoint's own where not given. What a family keeps in float32, such
             as correction biases of routers, stays so.
+        trust_remote_code: run Python files of the checkpoint that its config names as the model's code. Without it
+            they are passed over where transformers has the architecture itself, and refused where it has not.
 
     Raises:
-        CoverageError: no pruned checkpoint, a tensor missing, left over, or of another shape than its manifest says.
+        CoverageError: no pruned checkpoint, a damaged or incomplete one, a tensor missing, left over, or of another
+            shape than its manifest says, or code that is not trusted.
     """
     path = Path(path)
     if not (path / "config.json").is_file() or (manifest := Manifest.from_checkpoint(path)) is None:
         raise CoverageError(
             f"{path} is no pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
         )
-    config, quantization = _read_config(path, manifest)
+    files = weight_files(path)
+    report = read_json(path / REPORT_NAME) if (path / REPORT_NAME).is_file() else {}
+    config, quantization = _read_config(path, manifest, trust_remote_code)
     stored_dtype = config.dtype
-    assert isinstance(stored_dtype, torch.dtype), "AutoConfig resolves the dtype's name"
-    model = _skeleton(config, manifest, dtype or stored_dtype)
+    if not isinstance(stored_dtype, torch.dtype):
+        raise CoverageError(f"{path / 'config.json'} has dtype {stored_dtype!r}, which torch does not know")
+    model = _skeleton(config, manifest, dtype or stored_dtype, trust_remote_code)
     compressor = _expect_compressed(model, quantization) if quantization is not None else None
-    _fill(model, path, dtype)
+    _fill(model, files, dtype)
     if compressor is not None:
         compressor.decompress_model(model)
         for module in model.modules():
@@ -73,9 +79,9 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     for block in find_expert_blocks(model):
         mask_router(block)
     if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        with _foreign_reader(path / "generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(path)
     modify_save_pretrained(model)
-    report = json.loads((path / REPORT_NAME).read_text()) if (path / REPORT_NAME).is_file() else {}
     record = PruningRecord(
         manifest.layout, manifest.intermediate_size, manifest.block_size, manifest.provenance, report
     )
@@ -83,28 +89,53 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     return model.eval()
 
 
-def _read_config(path: Path, manifest: Manifest) -> tuple[PretrainedConfig, dict[str, Any] | None]:
+def _read_config(
+    path: Path, manifest: Manifest, trust_remote_code: bool
+) -> tuple[PretrainedConfig, dict[str, Any] | None]:
     """The model's config as it was before pruning, and its quantization where it has one."""
-    config = AutoConfig.from_pretrained(path)
+    file = path / "config.json"
+    with _foreign_reader(file):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     config.__dict__.pop(CONFIG_KEY, None)
-    quantization = dict(config.__dict__.pop("quantization_config", {}))
+    quantization = config.__dict__.pop("quantization_config", None) or {}
     text_config = config.get_text_config()
-    setattr(text_config, next(key for key in WIDTH_KEYS if hasattr(text_config, key)), manifest.intermediate_size)
+    width_key = next((key for key in WIDTH_KEYS if hasattr(text_config, key)), None)
+    if width_key is None or not isinstance(quantization, Mapping):
+        raise CoverageError(f"{file} describes no mixture of experts: it is damaged, copy the checkpoint again")
+    if not trust_remote_code and "/" in str(kernel := config._attn_implementation):
+        # transformers fetches such a name from the hub and runs it
+        raise CoverageError(f"{file} has attention computed by {kernel}, code from elsewhere: remove it from the file")
+    setattr(text_config, width_key, manifest.intermediate_size)
     config._name_or_path = str(path)
-    quantization.pop(CONFIG_KEY, None)
-    return config, quantization if quantization.get("config_groups") else None
+    described = {key: value for key, value in quantization.items() if key != CONFIG_KEY}
+    return config, described if described.get("config_groups") else None
 
 
-def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _foreign_reader(file: Path) -> Iterator[None]:
+    """Around a toolkit's reading of a file that may say anything, which fails with any exception there is."""
+    try:
+        yield
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CoverageError(f"{file} describes nothing that transformers {version} can build ({told})") from error
+
+
+def _skeleton(
+    config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     """The model without weights, its experts linear and at the widths of the manifest."""
     with init_empty_weights(include_buffers=False):
         # models that also see have no class for text alone
-        text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        own_code = getattr(config, "auto_map", {}) if trust_remote_code else {}
+        text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
         factory = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
-        model = factory.from_config(config, dtype=dtype)
+        with _foreign_reader(Path(config._name_or_path) / "config.json"):
+            model = factory.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         for name, module in get_non_linearized_moes(model):
             linear_experts = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
             model.set_submodule(name, linear_experts(getattr(module, "config", config)))
+        linearize_expert_lists(model)
         blocks = find_expert_blocks(model)
         if sorted(names := [block.name for block in blocks]) != sorted(manifest.widths):
             raise CoverageError(
@@ -124,22 +155,23 @@ def _skeleton(config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype) 
 
 def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> ModelCompressor:
     known = {key: value for key, value in quantization.items() if key in QuantizationConfig.model_fields}
-    quantization_config = QuantizationConfig.model_validate(known)
+    with _foreign_reader(Path(model.config._name_or_path) / "config.json"):
+        quantization_config = QuantizationConfig.model_validate(known)
     compressor = ModelCompressor(quantization_config=quantization_config)
     apply_quantization_config(model, quantization_config)
     compressor.compress_model(model)
     return compressor
 
 
-def _fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | None) -> None:
-    """Assign every tensor of the checkpoint to the parameter or buffer it belongs to.
+def _fill(model: PreTrainedModel, files: list[Path], dtype: torch.dtype | None) -> None:
+    """Assign every tensor of the files to the parameter or buffer it belongs to.
 
     None may be left on either side.
     """
     expected = _names_on_disk(model)
     dtype_of = _dtypes(model, dtype) if dtype is not None else None
     seen: set[str] = set()
-    for file in tqdm(_shards(path), desc="Loading", disable=None):
+    for file in tqdm(files, desc="Loading", disable=None):
         state: dict[str, torch.Tensor] = {}
         for disk_name, tensor in _read(file):
             if disk_name not in expected:
@@ -169,14 +201,9 @@ def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch
 
 def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of one file."""
-    try:
-        with safe_open(file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - an open file is no mapping
-                yield name, shard.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CoverageError(
-            f"{file.name} cannot be read ({error}): it is absent or was cut off, copy the checkpoint again"
-        ) from error
+    with open_weights(file) as shard:
+        for name in shard.keys():  # noqa: SIM118 - an open file is no mapping
+            yield name, shard.get_tensor(name)
 
 
 def _check_tensor(
@@ -212,8 +239,3 @@ def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]
             f"{type(model).__name__} stores {merged[0]} merged from several tensors: this family cannot be loaded"
         )
     return {disk_name: (name_of[id(tensor)], tensor) for disk_name, tensor in on_disk.items()}
-
-
-def _shards(path: Path) -> list[Path]:
-    names = indexed_files(path)
-    return [path / name for name in ([SINGLE_NAME] if names is None else names)]

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.cli import checkpoint
 from moe_coverage_plugin.core.score_file import load_scores, save_scores
-from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
+from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, SCORES_NAME
 
 WEIGHTS = "model.safetensors"
 
@@ -193,7 +192,7 @@ def test_damaged_weights_are_refused(refusal: Any, copy: Path) -> None:
     (copy / WEIGHTS).unlink()
     assert "holds no weights" in refusal("inspect", copy)
     (copy / WEIGHTS).write_bytes(whole)
-    (copy / checkpoint.INDEX_NAME).write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    (copy / INDEX_NAME).write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     assert "lacks model-2.safetensors" in refusal("inspect", copy)
 
 

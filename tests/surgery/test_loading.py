@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.manifest import REPORT_NAME
+from moe_coverage_plugin.manifest import REPORT_NAME, checksum
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,8 @@ def edit_entry(path, **changes):
     config = config_json(path)
     entry = config["quantization_config"]["moe_coverage"]
     entry.update(changes)
+    # as one that was written so: an entry that does not match its checksum is never looked at further
+    entry["sha256"] = checksum(entry)
     (path / "config.json").write_text(json.dumps(config))
     return entry
 

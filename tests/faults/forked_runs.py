@@ -1,0 +1,146 @@
+"""Runs ``oneshot`` in processes of their own, and kills them: the toolkit is imported once, each run is a fork.
+
+A program: reads orders and answers them on the file that its argument numbers, a line of JSON each. Runs tell when
+they enter a phase and wait for a word to go on, so that a moment can be counted from the phase's beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import tqdm
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from runs import W4
+from tiny import token_batches
+
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
+from moe_coverage_plugin.surgery import checkpoint
+
+SCORES = "kept.bin"
+OUTPUT = "out"
+
+
+def phases(report: Callable[[str], None]) -> None:
+    """Let a run report ``scoring``, ``planning``, ``quantizing`` and ``saving``; it does the same as without."""
+    for owner, method, phase in (
+        (AttributionModifier, "on_calibration_start", "scoring"),
+        (CoverageModifier, "on_calibration_end", "planning"),
+        (QuantizationModifier, "on_calibration_start", "quantizing"),
+        (checkpoint, "staged", "saving"),
+    ):
+        setattr(owner, method, _reporting(getattr(owner, method), phase, report))
+
+
+def _reporting(call: Callable[..., Any], phase: str, report: Callable[[str], None]) -> Callable[..., Any]:
+    @wraps(call)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        report(phase)
+        return call(*args, **kwargs)
+
+    return reporting
+
+
+def run(source: str, directory: Path, sharded: bool) -> None:
+    """Score, prune to 4 bits and save, with the scores kept; in one file as ``oneshot`` saves, or in many."""
+    recipe = [
+        AttributionModifier(channel_metric="fisher", layer_noise=None, save_scores=str(directory / SCORES)),
+        CoverageModifier(sparsity=0.4, scope="global", intra_layer="topk_channel"),
+        AlignmentModifier(block_size=32, strategy="blocks"),
+        ChannelPruningModifier(pictures=False),
+        QuantizationModifier(**W4),
+    ]
+    output = str(directory / OUTPUT)
+    model = oneshot(
+        model=source,
+        dataset=token_batches(samples=4, length=16),
+        recipe=recipe,
+        output_dir=None if sharded else output,
+        shuffle_calibration_samples=False,
+    )
+    if sharded:
+        model.save_pretrained(output, max_shard_size="60KB")
+
+
+def fork(source: str, directory: Path, sharded: bool) -> tuple[int, int, int]:
+    """Start a run; its process, where its phases can be read, and where it waits for a word after each."""
+    told, tell = os.pipe()
+    wait, go = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(tell)
+        os.close(wait)
+        return child, told, go
+    status = 1
+    try:
+        os.close(told)
+        os.close(go)
+
+        def report(phase: str) -> None:
+            os.write(tell, f"{phase}\n".encode())
+            os.read(wait, 1)
+
+        phases(report)
+        report("opening")
+        run(source, directory, sharded)
+        report("done")
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def observed(order: dict[str, Any]) -> dict[str, Any]:
+    """One run, killed where the order says ``kill``: a phase, and how many seconds after its beginning.
+
+    No seconds: at the very beginning. One that is done earlier is killed before its process ends. The answer says how
+    it ended and how long each phase took.
+    """
+    child, told, go = fork(order["source"], Path(order["directory"]), order["sharded"])
+    phase, after = order.get("kill") or (None, None)
+    seen: list[tuple[str, float]] = []
+    deadline = None
+    with os.fdopen(told, "rb", buffering=0) as reports:
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            ready, _, _ = select.select([reports], [], [], left)
+            if not ready:
+                break
+            if not (line := reports.readline()):
+                break
+            seen.append((line.decode().strip(), time.monotonic()))
+            if seen[-1][0] == phase and after is not None:
+                deadline = time.monotonic() + after
+            elif phase is not None and seen[-1][0] in (phase, "done"):
+                break  # it waits for a word that does not come
+            os.write(go, b".")
+        if phase is not None:
+            os.kill(child, signal.SIGKILL)
+        ended = time.monotonic()
+    os.close(go)
+    _, status = os.waitpid(child, 0)
+    times = [moment for _, moment in seen] + [ended]
+    return {
+        "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+        "succeeded": os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0,
+        "phase": seen[-1][0],
+        "seconds": {name: times[i + 1] - times[i] for i, (name, _) in enumerate(seen)},
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0  # its thread would not survive a fork
+    # not to the standard output, where the toolkit logs
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    for order in sys.stdin:
+        print(json.dumps(observed(json.loads(order))), file=answers)

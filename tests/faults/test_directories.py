@@ -1,0 +1,327 @@
+"""Directories that are damaged, incomplete or forged are refused in a sentence by all who open them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import aligned, config_json, logits, prune, source
+from safetensors.torch import load_file, save_file
+
+from moe_coverage_plugin import CoverageError, Manifest, load
+from moe_coverage_plugin.cli import main
+from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, checksum
+from moe_coverage_plugin.serving.headers import check_headers, has_weights
+
+Edit = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in 4 bits and several files."""
+    directory = tmp_path_factory.mktemp("directories")
+    model = prune(source(directory / "model"), quantize=True)
+    model.save_pretrained(directory / "out", max_shard_size="60KB")
+    assert len(list((directory / "out").glob("model-*.safetensors"))) > 3
+    return directory / "out"
+
+
+@pytest.fixture
+def copy(sharded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded, tmp_path / "copy"))
+
+
+def first_shard(directory: Path) -> Path:
+    return min(directory.glob("*.safetensors"))
+
+
+def serve(directory: Path) -> None:
+    """What the serving half reads in the user's process, before an engine starts."""
+    manifest = Manifest.from_checkpoint(directory)
+    assert manifest is not None
+    assert has_weights(directory)
+    check_headers(directory, manifest)
+
+
+def assert_refused(directory: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By :func:`load`, by the serving half and by the console, each in one line, and nothing is written."""
+    before = sorted(directory.parent.rglob("*"))
+    for opened in (load, serve):
+        with pytest.raises(CoverageError, match=words) as caught:
+            opened(directory)
+        assert "\n" not in str(caught.value)
+    capsys.readouterr()
+    written = directory.parent / "inspected.json"
+    assert main(["inspect", str(directory), "--json", str(written), "--pictures", str(directory.parent / "p")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(words, printed.err)
+    assert printed.err.count("\n") == 1
+    assert sorted(directory.parent.rglob("*")) == before
+
+
+def rename_in_index(directory: Path, name: Any) -> None:
+    """Let the index say another name for the first file."""
+    index = json.loads((directory / INDEX_NAME).read_text())
+    first = first_shard(directory).name
+    index["weight_map"] = {key: name if file == first else file for key, file in index["weight_map"].items()}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def move_out(directory: Path) -> Path:
+    """Put the first file beside the directory, where it is whole and readable."""
+    return Path(shutil.move(first_shard(directory), directory.parent / "outside.safetensors"))
+
+
+def parent_path(directory: Path) -> None:
+    rename_in_index(directory, f"../{move_out(directory).name}")
+
+
+def absolute_path(directory: Path) -> None:
+    rename_in_index(directory, str(move_out(directory)))
+
+
+def absolute_path_back_in(directory: Path) -> None:
+    rename_in_index(directory, str(first_shard(directory)))
+
+
+def detour(directory: Path) -> None:
+    rename_in_index(directory, f"../{directory.name}/{first_shard(directory).name}")
+
+
+def linked_folder(directory: Path) -> None:
+    outside = move_out(directory)
+    (directory / "folder").symlink_to(outside.parent)
+    rename_in_index(directory, f"folder/{outside.name}")
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        parent_path,
+        absolute_path,
+        absolute_path_back_in,
+        detour,
+        linked_folder,
+        lambda directory: rename_in_index(directory, first_shard(directory).name + "\0.safetensors"),
+        lambda directory: rename_in_index(directory, "\n.safetensors"),
+        lambda directory: rename_in_index(directory, ".."),
+        lambda directory: rename_in_index(directory, ""),
+        lambda directory: rename_in_index(directory, "config.json"),
+        lambda directory: rename_in_index(directory, None),
+        lambda directory: rename_in_index(directory, ["model.safetensors"]),
+        lambda directory: rename_in_index(directory, {"a": {}}),
+    ],
+)
+def test_names_in_the_index_that_are_none_of_a_file_beside_it(
+    copy: Path, trick: Edit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trick(copy)
+    assert_refused(copy, r"lists .*, where only names of safetensors files beside it may stand", capsys)
+
+
+def link_out(directory: Path) -> None:
+    name, outside = first_shard(directory).name, move_out(directory)
+    (directory / name).symlink_to(outside)
+
+
+def link_out_twice(directory: Path) -> None:
+    name, outside = first_shard(directory).name, move_out(directory)
+    (directory / "between").symlink_to(outside)
+    (directory / name).symlink_to("between")
+
+
+def link_out_without_an_index(directory: Path) -> None:
+    (directory / INDEX_NAME).unlink()
+    link_out(directory)
+
+
+@pytest.mark.parametrize("trick", [link_out, link_out_twice, link_out_without_an_index])
+def test_links_out_of_the_directory(copy: Path, trick: Edit, capsys: pytest.CaptureFixture[str]) -> None:
+    trick(copy)
+    assert_refused(copy, r"is a link to .*outside\.safetensors, outside of .*: copy the file itself", capsys)
+
+
+def test_links_within_the_directory_and_to_it_are_followed(copy: Path, sharded: Path, tmp_path: Path) -> None:
+    file = first_shard(copy)
+    (copy / "files").mkdir()
+    file.rename(copy / "files" / file.name)
+    file.symlink_to(Path("files") / file.name)
+    (tmp_path / "link").symlink_to(copy)
+    serve(tmp_path / "link")
+    assert torch.equal(logits(aligned(load(tmp_path / "link"))), logits(aligned(load(sharded))))
+
+
+def test_links_of_the_hugging_face_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
+    """Files of a snapshot link to blobs beside all snapshots, named by their hash."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(file for file in sharded.iterdir() if file.is_file()):
+        shutil.copyfile(file, blobs / f"{number:064}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
+    serve(snapshot)
+    assert torch.equal(logits(aligned(load(snapshot))), logits(aligned(load(sharded))))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 200, 0.5, -1])
+def test_a_truncated_shard(copy: Path, keep: float, capsys: pytest.CaptureFixture[str]) -> None:
+    file = first_shard(copy)
+    data = file.read_bytes()
+    file.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    assert_refused(copy, rf"{re.escape(file.name)} cannot be read", capsys)
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_missing_shard(copy: Path, dangling: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    file = first_shard(copy)
+    file.unlink()
+    if dangling:
+        file.symlink_to("gone")
+    assert_refused(copy, rf"lacks {re.escape(file.name)}, which is one of \d+ files", capsys)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda file: os.mkfifo(file), lambda file: file.mkdir(), lambda file: file.symlink_to(file.name)]
+)
+def test_a_shard_that_is_no_file(copy: Path, make: Edit, capsys: pytest.CaptureFixture[str]) -> None:
+    file = first_shard(copy)
+    file.unlink()
+    make(file)
+    assert_refused(copy, rf"lacks {re.escape(file.name)}", capsys)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}', "[" * 100_000, "\xff"]
+)
+def test_a_damaged_index(copy: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / INDEX_NAME).write_bytes(text.encode("latin-1"))
+    assert_refused(copy, rf"{re.escape(INDEX_NAME)} cannot be read", capsys)
+
+
+def test_a_shard_of_other_widths(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors and widths that disagree, as from files of two writings."""
+    file = next(file for file in sorted(copy.glob("*.safetensors")) if packed(load_file(file)))
+    tensors = load_file(file)
+    name = packed(tensors)[0]
+    save_file(tensors | {name: tensors[name][:, :-4].contiguous()}, file, {"format": "pt"})
+    assert_refused(copy, rf"{re.escape(name)} has shape", capsys)
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in tensors if name.endswith("down_proj.weight_packed") and ".experts." in name]
+
+
+# --- the entry
+
+
+def entry_of(config: dict[str, Any]) -> dict[str, Any]:
+    return config["quantization_config"]["moe_coverage"]
+
+
+def test_a_flipped_byte_in_the_entry(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A digit of a number that no tensor contradicts: the width before pruning."""
+    text = (copy / "config.json").read_text()
+    assert text.count('"intermediate_size": 128') == 2
+    entry = text.index('"moe_coverage"')
+    (copy / "config.json").write_text(
+        text[:entry] + text[entry:].replace('"intermediate_size": 128', '"intermediate_size": 160', 1)
+    )
+    assert_refused(copy, "does not match its sha256", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "has schema version 2, this release reads 1"),
+        ({"version": True}, "has schema version True"),
+        ({"version": 1.0}, r"has schema version 1\.0"),
+        ({"version": None}, "has schema version None"),
+        ({"sha256": None}, "has no sha256"),
+        ({"sha256": "0" * 64}, "does not match its sha256"),
+        ({"provenance": []}, "holds other types than it should"),
+        ({"block_size": True}, "holds other types than it should"),
+        ({"intermediate_size": 128.0}, "holds other types than it should"),
+        ({"layout": []}, r"layout is \[\], known are"),
+        ({"layout": "padded"}, "layout 'padded' needs one width"),
+        ({"widths": {"a": [True]}}, "has width True"),
+        ({"widths": {"a": [0, 0]}}, "names a layer without experts, a"),
+        ({"widths": {"a": []}}, "names a layer without experts, a"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_says_something_else(
+    copy: Path, changes: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_json(copy)
+    entry = entry_of(config)
+    entry.update(changes)
+    if "sha256" not in changes:
+        entry["sha256"] = checksum(entry)
+    (copy / "config.json").write_text(json.dumps(config))
+    assert_refused(copy, words, capsys)
+
+
+def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_json(copy)
+    entry = entry_of(config)
+    layer, widths = next(iter(entry["widths"].items()))
+    expert = widths.index(max(widths))
+    widths[expert] -= entry["block_size"]
+    entry["sha256"] = checksum(entry)
+    (copy / "config.json").write_text(json.dumps(config))
+    assert_refused(copy, rf"{re.escape(layer)}\.{expert}\.\w+\.weight_packed has shape", capsys)
+
+
+# --- files that transformers reads
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "gloat32"}, "has no attribute 'gloat32'"),
+        ({"dtype": "nn"}, r"config\.json describes nothing"),
+        ({"dtype": None}, "dtype None"),
+        ({"model_type": "qwen3_mof"}, "qwen3_mof"),
+        ({"model_type": None}, r"config\.json describes nothing that transformers"),
+        ({"model_type": "llama"}, "LlamaForCausalLM has no mixture-of-experts layer"),
+        ({"hidden_size": "no"}, "hidden_size"),
+        ({"num_attention_heads": 0}, r"config\.json describes nothing"),
+        ({"num_local_experts": 9}, "has 9 experts, its manifest lists 8"),
+        ({"auto_map": 3}, r"config\.json describes nothing"),
+        ({"rope_parameters": 3}, r"config\.json describes nothing"),
+    ],
+    ids=str,
+)
+def test_a_config_that_transformers_cannot_read(copy: Path, changes: dict[str, Any], words: str) -> None:
+    (copy / "config.json").write_text(json.dumps(config_json(copy) | changes))
+    with pytest.raises(CoverageError, match=words) as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "groups", [3, {"group_0": 3}, {"group_0": {"targets": ["Linear"], "weights": {"num_bits": "x"}}}]
+)
+def test_a_quantization_that_nobody_can_read(copy: Path, groups: Any) -> None:
+    config = config_json(copy)
+    config["quantization_config"]["config_groups"] = groups
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CoverageError, match=r"config\.json") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [REPORT_NAME, "generation_config.json"])
+def test_a_damaged_companion(copy: Path, name: str) -> None:
+    (copy / name).write_text("{")
+    with pytest.raises(CoverageError, match=re.escape(name)) as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
