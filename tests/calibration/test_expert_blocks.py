@@ -31,6 +31,7 @@ SHAPES = {
     "ernie4_5_moe": (8, 256, 1, "mlp", "gate"),
     "minimax_m2": (8, 256, 0, "mlp", "gate"),
     "qwen3_next": (8, 256, 0, "mlp", "gate"),
+    "qwen3_5_moe": (8, 256, 0, "mlp", "gate"),
     "gpt_oss": (4, 256, 0, "mlp", "router"),
 }
 
@@ -54,7 +55,7 @@ def test_blocks_of_a_family(family):
     experts, width, first, parent, router = SHAPES[family]
     model = linear_model(CONFIGS[family]())
     blocks = find_expert_blocks(model)
-    assert [block.name for block in blocks] == [f"model.layers.{i}.{parent}.experts" for i in range(first, 3)]
+    assert [block.name for block in blocks] == [f"model.layers.{i}.{parent}.experts" for i in range(first, model.config.num_hidden_layers)]
     assert uniform_shape(blocks) == (experts, width)
     for block in blocks:
         assert block.top_k == 2

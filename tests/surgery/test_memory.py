@@ -66,17 +66,16 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("shard", ["20MB", "5GB"])
-def test_peak_is_below_one_layer(tmp_path: Path, shard: str) -> None:
-    """Case 19: saving elsewhere doubled the memory; ours takes less than one layer, in one file as in many."""
+def test_peak_is_below_one_layer(tmp_path: Path) -> None:
+    """Case 19: saving elsewhere doubled the memory; ours takes less than one layer. Of one file, see the whole job."""
     program = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n{PROGRAM}"
-    command = [sys.executable, "-c", program, str(tmp_path / "out"), shard]
+    command = [sys.executable, "-c", program, str(tmp_path / "out"), "20MB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     stored = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert stored == pytest.approx(found["pruned"], rel=0.001)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 or shard == "5GB"
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert found["pruned"] < found["unpruned"] - 3 * found["layer"], "pruned by more than the limit"
     assert found["pruning"] < found["layer"]
     assert found["saving"] < found["layer"]
