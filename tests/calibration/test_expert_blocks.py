@@ -55,7 +55,8 @@ def test_blocks_of_a_family(family):
     experts, width, first, parent, router = SHAPES[family]
     model = linear_model(CONFIGS[family]())
     blocks = find_expert_blocks(model)
-    assert [block.name for block in blocks] == [f"model.layers.{i}.{parent}.experts" for i in range(first, model.config.num_hidden_layers)]
+    layers = range(first, model.config.num_hidden_layers)
+    assert [block.name for block in blocks] == [f"model.layers.{layer}.{parent}.experts" for layer in layers]
     assert uniform_shape(blocks) == (experts, width)
     for block in blocks:
         assert block.top_k == 2
