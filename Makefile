@@ -32,7 +32,7 @@ lint: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
 
 test-compress: $(COMPRESS)/.ready
-	$(COMPRESS)/bin/python -m pytest tests --ignore tests/serving
+	$(COMPRESS)/bin/python -m pytest tests --ignore tests/serving --numprocesses 2 --dist loadfile
 
 # Serving is tested on checkpoints that the compressing half really wrote.
 test-serve: $(COMPRESS)/.ready $(SERVE)/.ready

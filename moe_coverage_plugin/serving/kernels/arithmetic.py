@@ -77,6 +77,19 @@ def dot_tokens(w, x, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def settled(acc):
+    """``acc``, once its dot product has finished; for products whose left operand is computed in registers.
+
+    Hopper's tensor cores read such operands while the program goes on, and compilers (Triton up to 3.6, ptxas before
+    13.3: triton-lang/triton#9433) let the next step write them too early. What reads the sum has to wait for it.
+    """
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def along_rows(row_N, SWAP: tl.constexpr):
     """One value per weight row, to be broadcast over an accumulator of ``dot_tokens``."""
     if SWAP:

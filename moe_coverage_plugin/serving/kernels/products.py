@@ -10,6 +10,7 @@ from moe_coverage_plugin.serving.kernels.arithmetic import (
     nibbles,
     rounded,
     scaled,
+    settled,
 )
 
 
@@ -42,6 +43,8 @@ def product(
         for k in range(0, channels, BLOCK_K):
             x = _tokens(x_ptrs_M1, live_M, k + column, channels, weight_M, EVEN_K, WEIGHTED)
             acc = dot_tokens(_plain(w_ptrs, k + column, channels, EVEN_K), x, acc, SWAP)
+            if WEIGHTED and not SWAP:
+                acc = settled(acc)
     else:
         DTYPE: tl.constexpr = x_ptrs_M1.dtype.element_ty
         column = _chunk_columns(BLOCK_K)
@@ -56,6 +59,8 @@ def product(
                 scale = _scales(scale_ptr, first_row, rows, k, channels, GROUP_SIZE, ROWS, BLOCK_K)
                 w = scaled(w, scale, FAST)
             acc = dot_tokens(w, x, acc, SWAP)
+            if SWAP or WEIGHTED:
+                acc = settled(acc)
         if GROUP_SIZE == 0:
             acc *= along_rows(_scales_of_rows(scale_ptr, first_row, rows, ROWS).to(tl.float32), SWAP)
     return acc

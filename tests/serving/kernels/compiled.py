@@ -1,0 +1,78 @@
+"""Compiles the kernels for a Hopper card, which need not be there, as a program in a process of its own.
+
+python -m tests.serving.kernels.compiled    prints a JSON object: the compiler's last readable form of every kernel
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from moe_coverage_plugin.serving.kernels.down import down_kernel
+from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
+from moe_coverage_plugin.serving.kernels.tiles import Tiles, all_plans
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOP_K, GROUP_SIZE, UNIT = 4, 128, 32
+TYPES = {
+    "table_ptr": "*i64",
+    "expert_of_tile_ptr": "*i32",
+    "sorted_ptr": "*i32",
+    "routing_weight_ptr": "*fp32",
+    "bias_ptr": "constexpr",
+}
+
+
+def ttgir(kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: bool) -> str:
+    """The kernel for bfloat16 hidden states, and weights in packed words or bfloat16."""
+    constants = {
+        "BITS": bits,
+        "GROUP_SIZE": GROUP_SIZE if bits == 4 else 0,
+        "UNIT": UNIT,
+        "FAST": bits == 4,
+        "WEIGHT_ON_INPUT": weight_on_input,
+        "HAS_BIAS": False,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP": tiles.group,
+        "SWAP": tiles.swap,
+        "EVEN_K": kernel is gate_up_kernel,
+        "bias_ptr": None,
+    }
+    if kernel is gate_up_kernel:
+        constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "DIRECT": False}
+    names = kernel.arg_names
+    types = TYPES | {"w_ptr": "*u8" if bits == 4 else "*bf16"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    aligned = [name for name in names if name.endswith("_ptr") and name != "bias_ptr"] + ["hidden", "h_stride"]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return compile_kernel(source, target=HOPPER, options=options).asm["ttgir"]
+
+
+def main() -> None:
+    """Every plan of the table whose products are dot products, and one that weights its inputs."""
+    found = {}
+    for bits in (4, 16):
+        for plan in all_plans(bits):
+            if plan.path == "tiled":
+                for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):
+                    name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs"
+                    found[name] = ttgir(kernel, bits, plan.block_m, tiles, weight_on_input=False)
+    widest = all_plans(16)[-1]
+    found["weighted inputs"] = ttgir(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
