@@ -13,6 +13,7 @@ from moe_coverage_plugin.recipe_files import recipe_path
 from moe_coverage_plugin.registration import register_modifiers
 
 if TYPE_CHECKING:
+    from moe_coverage_plugin.core.score_file import load_scores, save_scores
     from moe_coverage_plugin.modifiers import (
         AlignmentModifier,
         AttributionModifier,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         CoverageModifier,
         recommended_recipe,
     )
+    from moe_coverage_plugin.recovery import RecoveryOptions, finetune
     from moe_coverage_plugin.surgery.loading import load
 
 __all__ = [
@@ -29,9 +31,13 @@ __all__ = [
     "CoverageError",
     "CoverageModifier",
     "Manifest",
+    "RecoveryOptions",
+    "finetune",
     "load",
+    "load_scores",
     "recipe_path",
     "recommended_recipe",
+    "save_scores",
 ]
 
 register_modifiers()
@@ -43,6 +49,14 @@ def __getattr__(name: str) -> Any:
         from moe_coverage_plugin.surgery.loading import load
 
         return load
+    if name in ("load_scores", "save_scores"):
+        from moe_coverage_plugin.core import score_file
+
+        return getattr(score_file, name)
+    if name in ("RecoveryOptions", "finetune"):
+        from moe_coverage_plugin import recovery
+
+        return getattr(recovery, name)
     if name in __all__:
         from moe_coverage_plugin import modifiers
 

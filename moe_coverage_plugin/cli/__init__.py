@@ -1,7 +1,7 @@
-"""The console script ``moe-coverage``: what a plan would do, what a checkpoint holds, and what compression costs.
+"""The console script ``moe-coverage``: compress, see what a plan would do, what a checkpoint holds, and what it costs.
 
-Everything heavy is imported by the subcommand that needs it. Nothing here needs the toolkit, so that the script runs
-in a serving environment too.
+Everything heavy is imported by the subcommand that needs it. Only those that compress need the toolkit, so that the
+others run in a serving environment too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ USER_ERROR = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit status is 2, with one line on stderr, for what the user can put right."""
-    parser = build_parser({"plan": _plan, "inspect": _inspect, "pareto": _pareto})
+    commands = {"oneshot": _oneshot, "finetune": _finetune, "plan": _plan, "inspect": _inspect, "eval": _eval}
+    parser = build_parser(commands | {"pareto": _pareto})
     arguments = parser.parse_args(argv)
     try:
         arguments.run(arguments)
@@ -45,6 +46,18 @@ def _refuse(message: str) -> int:
     return USER_ERROR
 
 
+def _oneshot(arguments: Namespace) -> None:
+    from moe_coverage_plugin.cli.oneshot import run
+
+    run(arguments)
+
+
+def _finetune(arguments: Namespace) -> None:
+    from moe_coverage_plugin.cli.finetune import run
+
+    run(arguments)
+
+
 def _plan(arguments: Namespace) -> None:
     from moe_coverage_plugin.cli.plan import run
 
@@ -53,6 +66,12 @@ def _plan(arguments: Namespace) -> None:
 
 def _inspect(arguments: Namespace) -> None:
     from moe_coverage_plugin.cli.inspection import run
+
+    run(arguments)
+
+
+def _eval(arguments: Namespace) -> None:
+    from moe_coverage_plugin.cli.evaluation import run
 
     run(arguments)
 

@@ -6,6 +6,9 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_coverage_plugin.cli.evaluation import EVAL, EVAL_EXAMPLES, add_eval
+from moe_coverage_plugin.cli.finetune import FINETUNE, FINETUNE_EXAMPLES, add_finetune
+
 CHOICES = {
     "scope": ("layers", "global"),
     "inter_layer": ("uniform", "u_shaped", "loss", "coverage"),
@@ -20,7 +23,39 @@ CHOICES = {
 """Spelled out, since the types that they are of lie beside code that imports torch, which takes seconds."""
 
 DESCRIPTION = """\
-Channel pruning of mixture-of-experts models: look at a plan before making it, and at a checkpoint after.
+Makes mixture-of-experts models smaller: prunes channels inside experts, a different number in each, and lets
+llm-compressor quantize what is left. vLLM serves the result where this package is installed beside it.
+"""
+WHICH_WHEN = """\
+which one when:
+  oneshot    you have a model and some text, and want a smaller model
+  finetune   you have pruned much of it, have more text and a GPU, and want some of the loss back
+  plan       you have its scores (every checkpoint has them) and wonder about another sparsity or block size
+  inspect    you have a checkpoint: is it what you wanted, and on how many GPUs can it be served?
+  eval       you have a checkpoint: what can it do, and what did compression cost?
+  pareto     you have measured several checkpoints and want to choose one
+
+  moe-coverage COMMAND --help says more about each. A mistake of yours is one line and exit status 2.
+"""
+
+ONESHOT = """\
+Compress a model by a recipe: measure on text, prune, quantize if the recipe says so, and write a checkpoint.
+
+The same as llmcompressor.oneshot in Python, with the model opened so that its experts are not copied, and text cut
+into windows of tokens, as many as asked for, spread evenly over all files. Mix the kinds of text that the model will
+see: that matters more than any other choice. Recipes that come with the package:
+
+  fisher_p25_q4, fisher_p50_q4    recommended: 25 or 50 % of the expert channels removed, then 4 bits
+  fisher_p50                      the same without quantization
+  coverage_p25_q4[_a64], coverage_p25_gptq[_a64], coverage_p50    the method of the paper, for comparison
+
+Beside the weights: a model card (README.md), scores to plan again from, and a page of what was kept and why.
+"""
+ONESHOT_EXAMPLES = """\
+examples:
+  moe-coverage oneshot path/to/moe --recipe fisher_p25_q4 --data code.txt prose.jsonl --output out
+  moe-coverage oneshot path/to/moe --recipe fisher_p50 --recipe-args sparsity=0.4 block_size=64 \\
+      --data text.txt --samples 128 --sequence-length 1024 --output out
 """
 
 PLAN = """\
@@ -69,9 +104,13 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     Args:
         run: for each subcommand what is called with its parsed arguments, as their attribute ``run``.
     """
-    parser = ArgumentParser("moe-coverage", description=DESCRIPTION)
+    parser = ArgumentParser(
+        "moe-coverage", description=DESCRIPTION, epilog=WHICH_WHEN, formatter_class=RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
     for name, summary, description, examples, add_options in (
+        ("oneshot", "prune and quantize a model by a recipe", ONESHOT, ONESHOT_EXAMPLES, _add_oneshot),
+        ("finetune", "win back loss by training adapters", FINETUNE, FINETUNE_EXAMPLES, add_finetune),
         ("plan", "what a plan would do, from measured scores", PLAN, PLAN_EXAMPLES, _add_plan),
         (
             "inspect",
@@ -80,6 +119,7 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
             INSPECT_EXAMPLES,
             _add_inspect,
         ),
+        ("eval", "measure a checkpoint on tasks of lm-eval", EVAL, EVAL_EXAMPLES, add_eval),
         ("pareto", "accuracy over bytes of measured models", PARETO, PARETO_EXAMPLES, _add_pareto),
     ):
         command = commands.add_parser(
@@ -92,6 +132,56 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
         add_options(command)
         command.set_defaults(run=run[name])
     return parser
+
+
+def _add_oneshot(command: ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="directory of a model, or its name on the hub")
+    command.add_argument("--output", required=True, metavar="OUT", help="directory to write; must be new or empty")
+    recipe = command.add_argument_group("recipe")
+    recipe.add_argument(
+        "--recipe", required=True, metavar="RECIPE", help="YAML file, or name of one that comes with the package"
+    )
+    recipe.add_argument(
+        "--recipe-args",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fields of the pruning modifiers to change, as sparsity=0.3; quantizers take none",
+    )
+    data = command.add_argument_group("calibration data")
+    data.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="text files, JSON lines (.jsonl), or one directory that datasets.save_to_disk wrote: text or input_ids",
+    )
+    data.add_argument(
+        "--text-field", default="text", metavar="NAME", help="what holds the text in the latter two (default: text)"
+    )
+    data.add_argument(
+        "--samples", type=int, default=512, metavar="N", help="windows of text to measure on (default: %(default)s)"
+    )
+    data.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a window (default: 2048, or what the model takes if that is less)",
+    )
+    data.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="windows at a time; more is quicker where weights are offloaded (default: %(default)s)",
+    )
+    data.add_argument("--seed", type=int, default=0, help="of what the toolkits draw (default: %(default)s)")
+    command.add_argument_group("memory").add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="where weights lie, as in transformers: auto spreads them over GPUs and CPU memory, auto_offload over "
+        "CPU memory and disk (default: CPU memory)",
+    )
 
 
 def _add_plan(command: ArgumentParser) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.atomic_files import write_atomically
 from moe_coverage_plugin.core.checks import require_non_negative
-from moe_coverage_plugin.core.scores import AttributionScores
-from moe_coverage_plugin.core.statistics import ChannelMetric
+from moe_coverage_plugin.core.scores import AttributionScores, StoredMetric
 from moe_coverage_plugin.manifest import CoverageError
 
 FORMAT = "moe_coverage_scores"
@@ -46,11 +45,13 @@ def save_scores(path: str | Path, scores: AttributionScores, provenance: dict[st
         provenance: JSON-ready; what the scores were measured on, for people.
 
     Raises:
-        CoverageError: channel scores that are NaN, infinite or negative, or a file that cannot be written.
+        CoverageError: channel scores that are NaN, infinite or negative, tensors of unlike shapes, or a file that
+            cannot be written.
     """
+    found = {name: tensor for name in TENSORS if (tensor := getattr(scores, name)) is not None}
+    _check_saved_shapes(len(scores.names), found)
     _check_channels(scores.channels_LEI)
-    found = {name: getattr(scores, name) for name in TENSORS}
-    tensors = {name: _stored(name, tensor) for name, tensor in found.items() if tensor is not None}
+    tensors = {name: _stored(name, tensor) for name, tensor in found.items()}
     metadata = {
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),
@@ -93,6 +94,19 @@ def load_scores(path: str | Path) -> tuple[AttributionScores, dict[str, Any]]:
 
 class _DamagedError(Exception):
     """What is wrong with a file, without its name."""
+
+
+def _check_saved_shapes(layers: int, tensors: dict[str, Tensor]) -> None:
+    """Somebody who computes scores of their own hears of a mistake here, before a model is opened."""
+    experts, channels = tensors["tokens_LE"].shape[-1], tensors["channels_LEI"].shape[-1]
+    for name, tensor in tensors.items():
+        axes = len(name.rpartition("_")[2])
+        shape = (layers, experts, channels)[:axes]
+        if tensor.shape != shape or 0 in shape:
+            raise CoverageError(
+                f"{name} has shape {list(tensor.shape)}, {layers} layers of {experts} experts need "
+                f"[{', '.join([str(layers), str(experts), 'channels'][:axes])}]: stack the scores of all layers"
+            )
 
 
 def _stored(name: str, tensor: Tensor) -> Tensor:
@@ -142,7 +156,7 @@ def _read(file: Any, metadata: dict[str, str]) -> AttributionScores:
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise _DamagedError("does not name its layers")
     metric = metadata.get("channel_metric")
-    if metric not in (known := get_args(ChannelMetric)):
+    if metric not in (known := get_args(StoredMetric)):
         raise _DamagedError(f"has channel metric {metric!r}, known are {', '.join(known)}")
     stored = set(file.keys())
     if not REQUIRED <= stored <= set(TENSORS):
@@ -153,7 +167,7 @@ def _read(file: Any, metadata: dict[str, str]) -> AttributionScores:
     experts = tensors["tokens_LE"].shape[1]
     if len(top_k) != len(names) or not all(type(picked) is int and 1 <= picked <= experts for picked in top_k):
         raise _DamagedError(f"does not say for {len(names)} layers how many of {experts} experts each picks")
-    return AttributionScores(names=names, top_k=top_k, channel_metric=cast(ChannelMetric, metric), **tensors)
+    return AttributionScores(names=names, top_k=top_k, channel_metric=cast(StoredMetric, metric), **tensors)
 
 
 def _check_shapes(file: Any, layers: int, stored: set[str]) -> None:

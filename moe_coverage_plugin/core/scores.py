@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from moe_coverage_plugin.core.statistics import ChannelMetric
+
+# what somebody computes by a rule of their own has a name, too
+StoredMetric = Literal[ChannelMetric, "own"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class AttributionScores:
     Attributes:
         names: module path of each expert block, in layer order.
         top_k: experts picked for a token, per layer.
-        channel_metric: what ``channels_LEI`` measures.
+        channel_metric: what ``channels_LEI`` measures; ``own``: something that this package does not.
         channels_LEI: channel scores, at least 0.
         first_order_LE: ``sum_t <g z, y> / ||y||^2``, the paper's first-order attribution of an expert.
         second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the loss when the expert is removed, exactly.
@@ -31,7 +35,7 @@ class AttributionScores:
 
     names: list[str]
     top_k: list[int]
-    channel_metric: ChannelMetric
+    channel_metric: StoredMetric
     channels_LEI: Tensor
     first_order_LE: Tensor
     second_order_LE: Tensor

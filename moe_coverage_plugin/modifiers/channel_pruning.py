@@ -81,13 +81,17 @@ class ChannelPruningModifier(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         prepare(self)
         return_freed_tensors()
+        # quantizers that follow add parameters when they initialize
+        self._bytes_before = model_bytes(state.model)
         self._coverage = predecessor(self, CoverageModifier)
         self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
         before, after = recipe_around(self)
         refuse_neighbours(before, after, ChannelPruningModifier)
         self._coverage.require_channels(self._planner.narrowest)
         self._check_layout(state.model)
-        check_quantizers(state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple)
+        check_quantizers(
+            state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple, self.layout
+        )
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         if quantized:
             check_quantizable(state.model)
@@ -200,6 +204,8 @@ class ChannelPruningModifier(Modifier):
             layout=self.layout,
             block_size=divisor,
             pictures=self.pictures,
+            source=state.model.name_or_path,
+            bytes_before=self._bytes_before,
         )
         save_with_manifest(state.model, record)
         total, kept = self._planner.plan.scores.channels_LEI.numel(), int(self._widths_LE.sum())
@@ -219,7 +225,6 @@ class ChannelPruningModifier(Modifier):
         if self.layout == "padded":
             whole = shared_experts_follow(model)
             self._padded_width = self._coverage.attribution.intermediate_size if whole else int(widths_LE.max())
-        self._bytes_before = model_bytes(model)
 
     def _stored_widths(self, plan: WidthPlan) -> Tensor:
         """The planned widths as far as the layout can say them."""

@@ -17,6 +17,7 @@ from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 from moe_coverage_plugin.modifiers.plan import WidthPlan
 from moe_coverage_plugin.report.view import PlanView
 from moe_coverage_plugin.surgery.checkpoint import PICTURES_NAME, PruningRecord
+from moe_coverage_plugin.surgery.model_card import read_origin
 
 
 def pruning_record(
@@ -27,6 +28,8 @@ def pruning_record(
     layout: Layout,
     block_size: int,
     pictures: bool,
+    source: str,
+    bytes_before: int,
 ) -> PruningRecord:
     """Everything that a checkpoint holds beside its weights.
 
@@ -35,6 +38,8 @@ def pruning_record(
         recipe: names and fields of our modifiers in the recipe.
         block_size: what all widths of the checkpoint are multiples of.
         pictures: draw the plan.
+        source: where the model was opened from.
+        bytes_before: of all weights before pruning.
     """
     measured_on = attribution.provenance
     view = _view(plan, widths_LE, measured_on)
@@ -50,8 +55,9 @@ def pruning_record(
         intermediate_size=view.intermediate_size,
         block_size=block_size,
         provenance=measured_on | environment() | {"recipe": recipe},
-        report=_report(plan, view),
+        report=_report(plan, view) | {"weight_bytes_before": bytes_before},
         companions=companions,
+        origin=read_origin(source),
     )
 
 

@@ -32,6 +32,8 @@ from moe_coverage_plugin.calibration.expert_blocks import (
 )
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Layout, Manifest
 from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_family_names, stores_single_experts
+from moe_coverage_plugin.surgery.expert_schemes import check_activations, check_rotations
+from moe_coverage_plugin.surgery.model_card import Origin, write_card
 
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 PICTURES_NAME = "moe_coverage_report"
@@ -43,6 +45,7 @@ class PruningRecord:
 
     Attributes:
         companions: each writes something that belongs beside the model (a tokenizer) into a directory.
+        origin: what the model card takes from that of the base.
     """
 
     layout: Layout
@@ -51,6 +54,7 @@ class PruningRecord:
     provenance: dict[str, Any]
     report: dict[str, Any] = field(default_factory=dict)
     companions: list[Callable[[Path], None]] = field(default_factory=list)
+    origin: Origin = field(default_factory=Origin)
 
 
 def describe(model: PreTrainedModel, record: PruningRecord) -> Manifest:
@@ -84,7 +88,8 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
         quantized = _is_quantized(model)
         if quantized:
             check_quantizable(model)
-            check_schemes(model)
+            check_schemes(model, record.layout)
+        check_rotations(model)
         if _on_disk(model):
             # transformers loads the tensors of a whole file before it writes it, and the toolkit's files hold 20 GB
             kwargs.setdefault("max_shard_size", largest_block_bytes(model))
@@ -96,8 +101,11 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
                 for write_companion in record.companions:
                     write_companion(staging)
                 open_to_all = record.layout != "ragged" and not quantized and stores_single_experts(model)
+                manifest = describe(model, record)
+                name = target.absolute().name
+                write_card(staging, name, manifest, record.report, record.origin, quantized, open_to_all)
                 # last: without its entry nobody takes the directory for a checkpoint
-                write_entry(staging, describe(model, record), quantized, open_to_all)
+                write_entry(staging, manifest, quantized, open_to_all)
         if is_source_process():
             stored = sum(file.stat().st_size for file in target.glob("*.safetensors"))
             logger.info(f"Saved {target}: {stored / 2**20:.1f} MiB of weights")
@@ -105,14 +113,23 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     # the toolkit's mark: it leaves a method that carries it alone when the model enters oneshot again
     save_pretrained._overridden = True  # type: ignore[attr-defined]
     save_pretrained._of_toolkit = toolkit_save  # type: ignore[attr-defined]
+    save_pretrained._record = record  # type: ignore[attr-defined]
     model.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
-def check_schemes(model: PreTrainedModel) -> None:
+def record_of(model: PreTrainedModel) -> PruningRecord:
+    """What a pruned model will write beside its weights; to be added to by who changes the weights further."""
+    record = getattr(model.save_pretrained, "_record", None)
+    assert isinstance(record, PruningRecord), "the model is not pruned"
+    return record
+
+
+def check_schemes(model: PreTrainedModel, layout: Layout) -> None:
     """Refuse a quantized model that engines could not serve; a quantizer may have run without our modifiers.
 
     Raises:
-        CoverageError: a router or the gate of shared experts is quantized, or the experts of a layer in several ways.
+        CoverageError: a router or the gate of shared experts is quantized, the experts of a layer in several ways, or
+            what goes into experts of unequal width.
     """
     for block in find_expert_blocks(model):
         for module, name in linears_that_must_stay([block]).items():
@@ -128,6 +145,8 @@ def check_schemes(model: PreTrainedModel) -> None:
                 "scheme for all experts of a layer, quantize again with targets and ignore that match all of them or "
                 "none"
             )
+        if layout == "ragged" and first is not None:
+            check_activations(first, f"the experts of {block.name} have")
 
 
 @contextmanager

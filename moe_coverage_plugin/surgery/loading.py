@@ -10,11 +10,13 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
+from loguru import logger
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,6 +36,7 @@ from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError,
 from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
+from moe_coverage_plugin.surgery.model_card import read_origin
 from moe_coverage_plugin.surgery.router import mask_router
 from moe_coverage_plugin.weight_files import open_weights, weight_files
 
@@ -83,7 +86,12 @@ def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: 
             model.generation_config = GenerationConfig.from_pretrained(path)
     modify_save_pretrained(model)
     record = PruningRecord(
-        manifest.layout, manifest.intermediate_size, manifest.block_size, manifest.provenance, report
+        manifest.layout,
+        manifest.intermediate_size,
+        manifest.block_size,
+        manifest.provenance,
+        report,
+        origin=read_origin(str(path)),
     )
     save_with_manifest(model, record)
     return model.eval()
@@ -108,7 +116,8 @@ def _read_config(
     setattr(text_config, width_key, manifest.intermediate_size)
     config._name_or_path = str(path)
     described = {key: value for key, value in quantization.items() if key != CONFIG_KEY}
-    return config, described if described.get("config_groups") else None
+    quantized = described.get("config_groups") or described.get("kv_cache_scheme")
+    return config, described if quantized else None
 
 
 @contextmanager
@@ -160,7 +169,30 @@ def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> 
     compressor = ModelCompressor(quantization_config=quantization_config)
     apply_quantization_config(model, quantization_config)
     compressor.compress_model(model)
+    for module in model.modules():
+        _expect_packed_zero_point(module)
+    if left_out := _computed_in_full(quantization_config):
+        logger.warning(f"{model.name_or_path} was calibrated with {left_out} quantized, which load() leaves out")
     return compressor
+
+
+def _expect_packed_zero_point(module: torch.nn.Module) -> None:
+    """Pack the zero points of asymmetric weights, which the toolkit does with values only."""
+    zero_point = getattr(module, "weight_zero_point", None)
+    if zero_point is None or not hasattr(module, "weight_packed"):
+        return
+    weights = cast(QuantizationScheme, module.quantization_scheme).weights
+    assert weights is not None, "zero points belong to weights"
+    packed = pack_to_int32(torch.zeros(zero_point.shape, dtype=torch.int8), weights.num_bits, packed_dim=0)
+    module.weight_zero_point = torch.nn.Parameter(packed.to("meta"), requires_grad=False)
+
+
+def _computed_in_full(quantization: QuantizationConfig) -> str:
+    """What of a quantization is no weight, ``activations``; empty where there is nothing."""
+    schemes = [each for each in quantization.config_groups.values() if isinstance(each, QuantizationScheme)]
+    activations = any(each.input_activations or each.output_activations for each in schemes)
+    cache = quantization.kv_cache_scheme is not None
+    return " and ".join(["activations"] * activations + ["the key-value cache"] * cache)
 
 
 def _fill(model: PreTrainedModel, files: list[Path], dtype: torch.dtype | None) -> None:
@@ -216,10 +248,16 @@ def _check_tensor(
     module, _, attribute = name.rpartition(".")
     if attribute == "weight_shape":
         # the shape of a weight before packing, which decompression believes
-        linear = model.get_submodule(module)
-        shape = [linear.out_features, linear.in_features]
+        shape = _unpacked_shape(model.get_submodule(module))
         if tensor.tolist() != shape:
             raise CoverageError(f"{disk_name} says {tensor.tolist()}, the manifest says {shape}: the file is damaged")
+
+
+def _unpacked_shape(module: torch.nn.Module) -> list[int]:
+    if isinstance(module, torch.nn.Embedding):
+        return [module.num_embeddings, module.embedding_dim]
+    linear = cast(torch.nn.Linear, module)
+    return [linear.out_features, linear.in_features]
 
 
 def _names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def serving(*arguments: object, program: str = SERVING, cwd: Path | None = None)
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["inspect"], ["pareto"]])
+@pytest.mark.parametrize("command", [[], ["oneshot"], ["finetune"], ["plan"], ["inspect"], ["eval"], ["pareto"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     done = serving(*command, "--help")
     assert done.returncode == 0
@@ -47,6 +48,20 @@ def test_inspects_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
     done = serving("inspect", pruned)
     assert done.returncode == 0, done.stderr
     assert done.stdout == script("inspect", pruned).out
+
+
+def test_compressing_needs_the_toolkit_and_says_so() -> None:
+    done = serving("oneshot", "model", "--recipe", "fisher_p50", "--data", "text", "--output", "out")
+    assert done.returncode == 2
+    assert done.stderr.endswith('llmcompressor is not installed here: pip install "moe-coverage-plugin[compress]"\n')
+
+
+def test_help_says_which_command_when(script: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        script("--help")
+    text = capsys.readouterr().out
+    listed, told = (re.findall(r"^ {2,4}(\w+) {2,}\S", part, re.MULTILINE) for part in text.split("which one when:"))
+    assert [name for name in listed if name != "COMMAND"] == told
 
 
 def test_plans_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:

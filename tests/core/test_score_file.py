@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +273,29 @@ def test_files_of_other_kinds_are_refused(real_file: Path, tmp_path: Path) -> No
     assert "cannot be read" in refusal(tmp_path / "pickle.bin")
     (tmp_path / "short.bin").write_bytes(real_file.read_bytes()[:-1])
     assert "cannot be read" in refusal(tmp_path / "short.bin")
+
+
+def test_scores_of_a_rule_of_ones_own_come_back(tmp_path: Path) -> None:
+    own = replace(random_scores(), channels_LEI=torch.ones(2, 3, 4), channel_metric="own")
+    save_scores(tmp_path / "own.bin", own, PROVENANCE)
+    found, _ = load_scores(tmp_path / "own.bin")
+    assert found.channel_metric == "own"
+    assert torch.equal(found.channels_LEI, torch.ones(2, 3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("channels_LEI", (2, 4, 4)),
+        ("channels_LEI", (1, 3, 4)),
+        ("channels_LEI", (2, 3)),
+        ("channels_LEI", (2, 3, 4, 1)),
+        ("channels_LEI", (2, 3, 0)),
+        ("first_order_LE", (2, 4)),
+        ("layer_loss_L", (3,)),
+    ],
+)
+def test_tensors_of_unlike_shapes_are_refused_when_saved(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(CoverageError, match=rf"{name} has shape .*, 2 layers of 3 experts need \[2"):
+        save_scores(tmp_path / "own.bin", replace(random_scores(), **{name: torch.zeros(shape)}), PROVENANCE)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,272 @@
+"""How much of the loss that pruning costs a fine-tuning of some minutes wins back, on text that it never saw.
+
+Prunes a model by the recommended recipe, without quantization, on windows drawn from the texts to train on; measures
+the unpruned and the pruned model; fine-tunes for about the given time, loading, measuring and saving included; and
+measures what was written. The number of steps follows from a few steps that are timed first.
+
+    python -m benchmarks.recovery --minutes 2          # the mini-MoE of this repository, on whatever there is
+    python -m benchmarks.recovery --model testbed=DIR --train web=web.txt code=code.txt --evaluation wiki=wiki.txt \\
+        --minutes 10
+    python -m benchmarks.recovery --render
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
+from tabulate import tabulate
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.allocation.bench import mean_loss, open_linear
+from benchmarks.allocation.tables import ALL_CORPORA
+from benchmarks.allocation.text import WINDOW, Source, Windows, calibration_pools, draw, evaluation_windows
+from benchmarks.commands import portable
+from benchmarks.markers import RESULTS, markers, write_between
+from benchmarks.plan import processor
+from moe_coverage_plugin import RecoveryOptions, finetune, load, recommended_recipe
+from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.recovery import Recovered
+
+MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
+RESULT = Path(__file__).with_name("results") / "recovery.json"
+NAME = "recovery"
+PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "peft", "torch")
+BATCH = 8
+TIMED_STEPS = 6
+# of the time that is left after what takes no step, so that the limit holds
+SHARE = 0.95
+
+
+def prune(model_path: Path, output: Path, calibration: Windows, args: argparse.Namespace) -> None:
+    """The recommended recipe without quantization."""
+    torch.manual_seed(args.seed)
+    rows = calibration.ids_WS.tolist()
+    oneshot(
+        model=open_linear(model_path, getattr(torch, args.dtype), args.device),
+        tokenizer=AutoTokenizer.from_pretrained(model_path),
+        recipe=recommended_recipe(args.sparsity, block_size=args.block_size, scheme=None),
+        dataset=Dataset.from_dict({"input_ids": rows}),
+        num_calibration_samples=len(rows),
+        batch_size=BATCH,
+        shuffle_calibration_samples=False,
+        moe_calibrate_all_experts=False,
+        sequential_offload_device=str(args.device),
+        output_dir=str(output),
+    )
+
+
+def losses(model: PreTrainedModel, evaluation: dict[str, Windows], device: torch.device) -> dict[str, float]:
+    """Mean next-token loss of every text in float32, nats."""
+    model.to(device)  # pyright: ignore[reportArgumentType] - a wrapped method
+    model.eval()
+    return {name: mean_loss(model, windows.ids_WS) for name, windows in evaluation.items()}
+
+
+def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
+    """Steps that fit into a time, from a short run: what it spent outside of its steps will be spent again."""
+    seconds = [point["seconds"] for point in probe.points if "seconds" in point]
+    # the first steps also make what later ones find
+    per_step = statistics.median(seconds[len(seconds) // 2 :])
+    outside = max(0.0, wall_seconds - sum(seconds))
+    return max(1, math.floor(SHARE * (60 * minutes - outside) / per_step))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole job; figures and what they were made with."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(args.model[1])
+    evaluation = evaluation_windows(args.evaluation, args.train, tokenizer, args.windows)
+    pools = calibration_pools(args.train, tokenizer)
+    calibration = draw(pools, ALL_CORPORA, args.calibration_windows, args.seed)
+    text = Dataset.from_dict({"input_ids": torch.cat(list(pools.values())).tolist()})
+    curve = Dataset.from_dict({"input_ids": torch.cat([each.ids_WS for each in evaluation.values()]).tolist()})
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        directory = Path(folder)
+        prune(args.model[1], directory / "pruned", calibration, args)
+        unpruned = AutoModelForCausalLM.from_pretrained(args.model[1], dtype=torch.float32)
+        figures = {
+            "unpruned": losses(unpruned, evaluation, args.device),
+            "pruned": losses(load(directory / "pruned", torch.float32), evaluation, args.device),
+        }
+        del unpruned
+        gc.collect()
+
+        def run(output: Path, steps: int) -> tuple[Recovered, float]:
+            options = RecoveryOptions.checked(
+                sequence_length=WINDOW,
+                seed=args.seed,
+                steps=steps,
+                evaluate_every=max(TIMED_STEPS, steps // 4),
+                **args.option,
+            )
+            teacher = args.model[1] if args.teach else None
+            start = time.perf_counter()
+            done = finetune(directory / "pruned", text, output, options, evaluation=curve, teacher=teacher)
+            return done, time.perf_counter() - start
+
+        steps = fitting_steps(*run(directory / "probe", TIMED_STEPS), args.minutes)
+        done, seconds = run(directory / "recovered", steps)
+        figures["recovered"] = losses(load(directory / "recovered", torch.float32), evaluation, args.device)
+    options = RecoveryOptions.checked(sequence_length=WINDOW, seed=args.seed, steps=steps, **args.option)
+    return {
+        "model": args.model[0],
+        "device": torch.cuda.get_device_name() if args.device.type == "cuda" else processor(),
+        "command": portable("benchmarks.recovery", sys.argv[1:], {"--output", "--directory"}),
+        "versions": {package: version(package) for package in PACKAGES},
+        "seed": args.seed,
+        "sparsity": args.sparsity,
+        "block_size": args.block_size,
+        "dtype": args.dtype,
+        "calibration": calibration.description,
+        "trained_on": {name: len(pool) for name, pool in pools.items()},
+        "evaluation": [each.description for each in evaluation.values()],
+        "teacher": args.teach,
+        "options": options.model_dump(),
+        "minutes_asked": args.minutes,
+        "seconds": round(seconds, 1),
+        "tokens": steps * options.batch_size * options.accumulation * WINDOW,
+        "losses": figures,
+        "recovered_share": recovered_share(figures),
+        "curve": [point for point in done.points if "held_out" in point],
+    }
+
+
+def recovered_share(figures: dict[str, dict[str, float]]) -> float:
+    """Of the rise of the mean loss over all texts; above 1 the model became better than the unpruned one."""
+    unpruned, pruned, recovered = (statistics.mean(figures[k].values()) for k in ("unpruned", "pruned", "recovered"))
+    return (pruned - recovered) / (pruned - unpruned)
+
+
+def section(records: list[dict[str, Any]]) -> str:
+    """Markdown of all runs."""
+    return "\n\n".join(_run(record) for record in records)
+
+
+def _run(record: dict[str, Any]) -> str:
+    options, figures = record["options"], record["losses"]
+    versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
+    means = {name: statistics.mean(by_text.values()) for name, by_text in figures.items()}
+    texts = list(figures["unpruned"])
+    rows = [
+        [name, *(f"{figures[name][text]:.4f}" for text in texts), f"{mean:.4f}", f"{mean - means['unpruned']:+.4f}"]
+        for name, mean in means.items()
+    ]
+    table = tabulate(
+        rows,
+        ["model", *texts, "mean", "rise"],
+        tablefmt="github",
+        disable_numparse=True,
+        colalign=("left", *["right"] * (len(texts) + 2)),
+    )
+    curve = ", ".join(f"{point['step']}: {point['held_out']:.4f}" for point in record["curve"])
+    lines = [
+        f"### {record['model']}, {record['sparsity']:.0%} of the expert channels removed",
+        "\n".join(
+            (
+                f"- Device: {record['device']}.",
+                f"- Versions: {versions}.",
+                f"- Command: `{record['command']}`",
+                f"- Seed: {record['seed']}. Blocks of {record['block_size']}, weights in {record['dtype']}. Losses in "
+                "float32, nats per token.",
+                f"- Calibrated on {record['calibration']}.",
+                f"- Trained on windows of {WINDOW} tokens: "
+                + ", ".join(f"{name} ({count})" for name, count in record["trained_on"].items())
+                + f"; {options['steps']} steps of {options['batch_size'] * options['accumulation']} windows, "
+                f"{record['tokens'] / 1e6:.1f} M tokens, expert rate {options['expert_lr']:g}, router rate "
+                f"{options['router_lr']:g}" + (", against the unpruned model's logits." if record["teacher"] else "."),
+                f"- Measured on {'; '.join(record['evaluation'])}.",
+                f"- Seconds for the whole fine-tuning: {record['seconds']:.0f} of {60 * record['minutes_asked']:.0f}.",
+                f"- **Of the rise, {record['recovered_share']:.0%} came back.**",
+            )
+        ),
+        table,
+        f"Loss of the model in training on all texts of the table, by step: {curve}.",
+    ]
+    return "\n\n".join(lines)
+
+
+def write_results(result: Path) -> None:
+    """Put the runs of a result file into RESULTS.md."""
+    begin, end = markers(NAME)
+    introduction = (
+        f"## Recovery by fine-tuning\n\nWritten by `python -m benchmarks.recovery --render`.\n\n{begin}\n{end}\n"
+    )
+    write_between(RESULTS, NAME, introduction, section(json.loads(result.read_text())))
+
+
+def _option(argument: str) -> tuple[str, Any]:
+    name, separator, value = argument.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{argument!r} is no NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _model(argument: str) -> tuple[str, Path]:
+    name, separator, path = argument.rpartition("=")
+    return name if separator else Path(path).name, Path(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = {"type": Source.parse, "nargs": "+", "metavar": "NAME=FILE[@SKIP]"}
+    accelerator = torch.accelerator.current_accelerator()
+    parser.add_argument("--model", type=_model, default=("mini_moe", MINI_MOE), metavar="[NAME=]DIR")
+    parser.add_argument("--train", **source, default=[Source("calibration", MINI_MOE / "calibration.txt")])
+    parser.add_argument("--evaluation", **source, default=[Source("heldout", MINI_MOE / "heldout.txt")])
+    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
+    parser.add_argument("--calibration-windows", type=int, default=96, help="drawn from the texts to train on")
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for the whole fine-tuning")
+    parser.add_argument("--teach", action="store_true", help="learn from the unpruned model's logits")
+    parser.add_argument(
+        "--option",
+        type=_option,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of RecoveryOptions, expert_lr=1e-3",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="float32" if accelerator is None else "bfloat16",
+        help="of the pruned model and the recovered one; many CPUs compute in float32 only",
+    )
+    parser.add_argument("--directory", type=Path, help="for checkpoints, which are removed at the end")
+    parser.add_argument("--output", type=Path, default=RESULT, help="JSON; runs are added to it")
+    parser.add_argument("--render", action="store_true", help="measure nothing, write RESULTS.md")
+    args = parser.parse_args()
+    args.option = dict(args.option)
+    if not args.render:
+        record = measure(args)
+        records = json.loads(args.output.read_text()) if args.output.exists() else []
+        write_atomically(args.output, (json.dumps([*records, record], indent=1) + "\n").encode())
+        print(_run(record))
+    else:
+        write_results(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""``moe-coverage oneshot``: what oneshot in Python writes, from text on disk; mistakes are told before calibration."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from llmcompressor import oneshot
+from safetensors.torch import load_file
+from tiny import add_tokenizer, save_model
+from transformers import conversion_mapping, monkey_patching
+
+from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.core.score_file import load_scores
+
+SEQUENCE = 16
+TEXT = " ".join(f"w{(7 * number) % 40 + 20}" for number in range(3 * SEQUENCE * 8))
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own() -> Iterator[None]:
+    """The toolkit leaves its way of opening a family behind, and without torchvision modules are forgotten."""
+    modules = dict(sys.modules)
+    conversion_mapping.get_checkpoint_conversion_mapping("")  # builds it
+    mapping = dict(conversion_mapping._checkpoint_conversion_mapping_cache)
+    yield
+    sys.modules.update(modules)
+    conversion_mapping._checkpoint_conversion_mapping_cache = mapping
+    monkey_patching.clear_patch_mapping()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(harness.save_tiny(tmp_path_factory.mktemp("oneshot") / "model"))
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path) -> Path:
+    path = model.with_name("recipe.yaml")
+    path.write_text(harness.YAML)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.with_name("text.txt")
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def command(model: Path, recipe: Path, text: Path, tmp_path: Path) -> Any:
+    """Arguments that work, some of them replaced; ``None`` leaves an option out."""
+
+    def build(model: object = model, **changes: Any) -> list[object]:
+        options = {"recipe": recipe, "data": text, "samples": 4, "sequence-length": SEQUENCE, "batch-size": 2}
+        options |= {"output": tmp_path / "out"} | changes
+        pairs = ((f"--{name}", *(value if isinstance(value, list) else [value])) for name, value in options.items())
+        return ["oneshot", model, *(part for pair in pairs if pair[1] is not None for part in pair)]
+
+    return build
+
+
+def windows(text: str, samples: int) -> Dataset:
+    """Token ids as the tool should cut them: the word ``w5`` is token 5, and 1 ends a document."""
+    ids = torch.tensor([*(int(word[1:]) for word in text.split()), 1])
+    rows = ids[: len(ids) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
+    rows = rows[torch.linspace(0, len(rows) - 1, min(samples, len(rows))).long()]
+    return Dataset.from_dict({"input_ids": rows.tolist()})
+
+
+def in_python(model: Path, recipe: Path, data: Dataset, output: Path, **options: Any) -> None:
+    oneshot(
+        model=str(model),
+        recipe=str(recipe),
+        dataset=data,
+        batch_size=2,
+        shuffle_calibration_samples=False,
+        output_dir=str(output),
+        **options,
+    )
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_writes_what_python_writes(script: Any, command: Any, model: Path, recipe: Path, tmp_path: Path) -> None:
+    in_python(model, recipe, windows(TEXT, 4), tmp_path / "python")
+    done = script(*command())
+    assert done.status == 0, done.err
+    assert f"Wrote {tmp_path / 'out'}" in done.out
+    assert same_weights(tmp_path / "out", tmp_path / "python")
+    assert {"README.md", "recipe.yaml", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_json_lines_and_several_files(script: Any, command: Any, text: Path, tmp_path: Path) -> None:
+    """Every line is a document, and so is every file; each ends with a token of its own."""
+    lines = [" ".join(TEXT.split()[start : start + SEQUENCE - 1]) for start in range(0, 4 * SEQUENCE, SEQUENCE)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"body": line}) for line in lines))
+    more = {"data": [tmp_path / "lines.jsonl"], "text-field": "body", "samples": 99, "output": tmp_path / "lines"}
+    assert script(*command(**more)).status == 0
+    scores, provenance = load_scores(tmp_path / "lines" / "moe_coverage_scores.bin")
+    # two windows a batch, every token to two experts
+    assert provenance["calibration_batches"] == 2
+    assert scores.tokens_LE.sum(-1).tolist() == [4 * SEQUENCE * 2] * 2
+    assert script(*command(data=[text, text], samples=99, **{"batch-size": 16})).status == 0
+    scores, provenance = load_scores(tmp_path / "out" / "moe_coverage_scores.bin")
+    count = 2 * (len(TEXT.split()) + 1) // SEQUENCE
+    assert provenance["calibration_batches"] == count // 16
+    assert scores.tokens_LE.sum(-1).tolist() == [count * SEQUENCE * 2] * 2
+
+
+@pytest.mark.parametrize("kind", ["text", "input_ids"])
+def test_saved_data_sets(script: Any, command: Any, model: Path, recipe: Path, tmp_path: Path, kind: str) -> None:
+    data = windows(TEXT, 6)
+    saved = data if kind == "input_ids" else Dataset.from_dict({"text": [TEXT]})
+    saved.save_to_disk(tmp_path / "saved")
+    in_python(model, recipe, data, tmp_path / "python")
+    assert script(*command(data=tmp_path / "saved", samples=6)).status == 0
+    assert same_weights(tmp_path / "out", tmp_path / "python")
+
+
+def test_recipes_by_name_and_their_arguments(script: Any, command: Any, tmp_path: Path) -> None:
+    changes = {"recipe": "fisher_p50", "recipe-args": ["sparsity=0.25", "block_size=64", "reconstruct=false"]}
+    assert script(*command(**changes)).status == 0
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert sum(map(sum, manifest.widths.values())) == 2 * 8 * 256 * 3 // 4
+    assert manifest.block_size % 64 == 0
+
+
+def test_a_pruned_checkpoint_is_quantized(script: Any, command: Any, pruned: Path, tmp_path: Path) -> None:
+    groups = harness.W4_GROUP_64
+    (tmp_path / "q4.yaml").write_text(json.dumps({"q_stage": {"q_modifiers": {"QuantizationModifier": groups}}}))
+    data = windows(TEXT, 4)
+    data.save_to_disk(tmp_path / "saved")
+    add_tokenizer(pruned)
+    done = script(*command(pruned, recipe=tmp_path / "q4.yaml", data=tmp_path / "saved"))
+    assert done.status == 0, done.err
+    before, after = Manifest.from_checkpoint(pruned), Manifest.from_checkpoint(tmp_path / "out")
+    assert before is not None
+    assert after is not None
+    assert after.widths == before.widths
+    assert any(name.endswith("weight_packed") for name in load_file(tmp_path / "out" / "model.safetensors"))
+
+
+def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
+    assert script(*command(seed=7)).status == 0
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.provenance["torch_seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "no/such/place"}, "has no tokenizer that can be opened"),
+        ({"recipe": "unknown"}, "there is no recipe 'unknown': known are coverage_p25_gptq"),
+        ({"recipe": "BAD"}, "cannot be read"),
+        ({"recipe": "EMPTY"}, "names no modifiers"),
+        ({"recipe-args": ["sparsity"]}, "--recipe-args has 'sparsity', name=value is right"),
+        ({"recipe-args": ["sparsity=["]}, "is no YAML"),
+        ({"recipe-args": ["spasity=0.5"]}, "recipe_args spasity override nothing"),
+        ({"recipe-args": ["sparsity=1.5"]}, "sparsity is 1.5"),
+        ({"recipe-args": ["sparsity=many"]}, "recipe_args give CoverageModifier sparsity='many'"),
+        ({"data": "absent.txt"}, "--data absent.txt is not there"),
+        ({"data": "SHORT"}, "holds 4 tokens and a window has 16"),
+        ({"data": "DIRECTORY"}, "is no data set that datasets.save_to_disk wrote"),
+        ({"data": "SPLITS"}, "holds several splits: name one of them"),
+        ({"data": ["DIRECTORY", "SHORT"]}, "give it alone, or files"),
+        ({"data": "LINES"}, "line 1"),
+        ({"output": "."}, "exists and is not empty"),
+        ({"samples": 0}, "--samples is 0"),
+        ({"sequence-length": -1}, "--sequence-length is -1"),
+        ({"batch-size": 0}, "--batch-size is 0"),
+        ({"device-map": "nowhere"}, "is no model that can be opened"),
+    ],
+)
+def test_mistakes_are_one_line_before_calibration(
+    script: Any, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, content in {"BAD": "a: [", "EMPTY": "a_stage: {}", "SHORT": "w2 w3 w4", "LINES": "no JSON"}.items():
+        Path(name).write_text(content)
+    Path("LINES").rename("LINES.jsonl")
+    Path("DIRECTORY").mkdir()
+    DatasetDict({"train": windows(TEXT, 1)}).save_to_disk("SPLITS")
+    known = {"LINES": "LINES.jsonl"}
+    changes = {name: known.get(value, value) if isinstance(value, str) else value for name, value in changes.items()}
+    before = sorted(tmp_path.rglob("*"))
+    done = script(*command(**changes))
+    # toolkits show their progress before it
+    *_, message = done.err.splitlines()
+    assert (done.status, done.out.count("Wrote")) == (2, 0)
+    assert message.startswith("moe-coverage: ")
+    assert words in message
+    assert "Observing" not in done.err, "calibration had begun"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_default_window_is_what_the_model_takes(script: Any, command: Any, tmp_path: Path) -> None:
+    short = add_tokenizer(save_model(tmp_path / "short", num_hidden_layers=2, max_position_embeddings=32))
+    assert (
+        script(*command(short, **{"sequence-length": None, "recipe-args": ["block_size=32", "min_width=32"]})).status
+        == 0
+    )
+    scores, _ = load_scores(tmp_path / "out" / "moe_coverage_scores.bin")
+    assert scores.tokens_LE.sum(-1).tolist() == [4 * 32 * 2] * 2

@@ -1,0 +1,137 @@
+"""The tutorial's commands run as they stand there, with less text, and the examples among them do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from moe_coverage_plugin import Manifest, load_scores
+
+REPOSITORY = Path(__file__).parents[2]
+TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line
+    for block in re.findall(r"^```bash\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+CHANNELS = 4 * 16 * 384
+# what the examples take where the tutorial leaves it to them
+FEW = {"prune.py": "--windows 2 --window-tokens 32", "prune_and_quantize.py": "--windows 2 --window-tokens 32"}
+
+
+def shortened(command: str) -> str:
+    """The same on two windows of 32 tokens."""
+    command = re.sub(r"--samples \d+", "--samples 2", command)
+    command = re.sub(r"--sequence-length \d+", "--sequence-length 32", command)
+    return command + "".join(f" {few}" for name, few in FEW.items() if f"/{name}" in command)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What every command of the tutorial printed, run one after the other beside the repository's folders."""
+    place = tmp_path_factory.mktemp("tutorial")
+    for folder in ("benchmarks", "examples"):
+        (place / folder).symlink_to(REPOSITORY / folder)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    outputs = {}
+    for command in COMMANDS:
+        line = shortened(command)
+        done = subprocess.run(
+            line, shell=True, capture_output=True, text=True, cwd=place, env=environment, check=False
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        outputs[command] = done.stdout
+    previous = Path.cwd()
+    os.chdir(place)
+    yield outputs
+    os.chdir(previous)
+
+
+def output(printed: dict[str, str], part: str) -> str:
+    (found,) = [text for command, text in printed.items() if part in command]
+    return found
+
+
+def kept(checkpoint: str) -> int:
+    manifest = Manifest.from_checkpoint(checkpoint)
+    assert manifest is not None
+    return sum(map(sum, manifest.widths.values()))
+
+
+def in_four_bits(checkpoint: str) -> bool:
+    with safe_open(Path(checkpoint) / "model.safetensors", "pt") as file:
+        return any(name.endswith("weight_packed") for name in file.keys())  # noqa: SIM118
+
+
+def test_every_example_of_the_compressing_half_is_in_it() -> None:
+    """``demo.py`` is what ``make demo`` runs, and what needs vLLM is tested where that is."""
+    others = {"demo.py", "generate.py", "serve_and_query.py"}
+    examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - others
+    assert examples == {name for name in examples if any(f"examples/{name}" in command for command in COMMANDS)}
+    assert "examples/serve_and_query.py" in TUTORIAL
+
+
+def test_links_lead_somewhere() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", TUTORIAL, re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", TUTORIAL)) <= headings
+    for file in re.findall(r"`((?:docs|examples|benchmarks|recipes)/[\w./]+)`", TUTORIAL):
+        assert (REPOSITORY / file).exists(), file
+
+
+def test_the_first_command_prunes_and_quantizes(printed: dict[str, str]) -> None:
+    assert "Wrote out/first" in output(printed, "oneshot")
+    assert kept("out/first") == CHANNELS * 3 // 4
+    assert in_four_bits("out/first")
+    assert (Path("out/first") / "README.md").is_file()
+    assert (Path("out/first") / "moe_coverage_report" / "index.html").is_file()
+
+
+def test_what_the_tutorial_says_to_look_for_is_shown(printed: dict[str, str]) -> None:
+    shown = output(printed, "inspect")
+    for words in ("kept", "coverage", "removed", "fewest tokens", "tensor parallel", "18,432 of 24,576 kept (75.0 %)"):
+        assert words in shown
+
+
+def test_plans_of_another_size(printed: dict[str, str]) -> None:
+    plans = [text for command, text in printed.items() if command.startswith("moe-coverage plan")]
+    assert len(plans) == 2
+    assert all("12,288 of 24,576 kept (50.0 %)" in text for text in plans)
+
+
+def test_pruning_alone(printed: dict[str, str]) -> None:
+    assert "model.layers.3.mlp.experts: " in output(printed, "/prune.py")
+    assert kept("out/pruned") == CHANNELS * 3 // 4
+    assert not in_four_bits("out/pruned")
+
+
+def test_pruning_and_four_bits(printed: dict[str, str]) -> None:
+    assert "20.79 MiB became 5.77 (27.7%)" in output(printed, "/prune_and_quantize.py")
+    assert kept("out/pruned_q4") == CHANNELS * 3 // 4
+    assert in_four_bits("out/pruned_q4")
+
+
+def test_scores_of_ones_own_decide(printed: dict[str, str]) -> None:
+    """The plan is that of the best blocks by these scores, and the file says by which rule they came about."""
+    assert "Wrote out/own.scores.bin" in output(printed, "/own_scores.py")
+    own, provenance = load_scores("out/own.scores.bin")
+    measured, _ = load_scores("out/own.measured.bin")
+    assert own.channel_metric == "own"
+    assert "product of norms" in provenance["rule"]
+    assert not (own.channels_LEI == measured.channels_LEI).all()
+    blocks = own.channels_LEI.sort(-1, descending=True).values.unflatten(-1, (-1, 64)).sum(-1).flatten()
+    threshold = blocks.sort(descending=True).values[CHANNELS * 3 // 4 // 64 - 1]
+    widths = (blocks >= threshold).unflatten(0, (4, 16, -1)).sum(-1) * 64
+    manifest = Manifest.from_checkpoint("out/own")
+    assert manifest is not None
+    assert list(manifest.widths.values()) == widths.tolist()

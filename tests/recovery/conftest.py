@@ -1,0 +1,42 @@
+"""Tiny pruned checkpoints, and text that a model can learn in a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cycles import FAST, cycles
+from datasets import Dataset
+from runs import prune, source
+
+from moe_coverage_plugin.recovery import RecoveryOptions
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE: 2 layers of 8 experts with 128 channels, top-2."""
+    return source(tmp_path_factory.mktemp("recovery") / "original")
+
+
+@pytest.fixture(scope="session")
+def pruned(original: Path) -> Path:
+    """Ragged, blocks of 32, half of the channels and some whole experts removed."""
+    prune(original, original.with_name("pruned"), sparsity=0.5)
+    return original.with_name("pruned")
+
+
+@pytest.fixture(scope="session")
+def four_bits(original: Path) -> Path:
+    """The same with W4A16 in groups of 32."""
+    prune(original, original.with_name("four_bits"), quantize=True, sparsity=0.5)
+    return original.with_name("four_bits")
+
+
+@pytest.fixture(scope="session")
+def text() -> Dataset:
+    return cycles(seed=1)
+
+
+@pytest.fixture
+def fast() -> RecoveryOptions:
+    return RecoveryOptions(**FAST)

@@ -1,0 +1,163 @@
+"""Adapters: neutral at first, computed as peft computes them, merged into what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from runs import aligned, linear_model, logits, prompt
+from torch import Tensor
+from torch.nn import Linear
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin import load
+from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+from moe_coverage_plugin.recovery import RecoveryOptions
+from moe_coverage_plugin.recovery.adapters import Adapters, attach, router_module
+from moe_coverage_plugin.recovery.experts import can_be_grouped, grouped_experts
+from moe_coverage_plugin.surgery.experts import prune_block
+from moe_coverage_plugin.surgery.router import mask_router
+
+# a rank that is no multiple of eight
+OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
+
+
+@torch.no_grad()
+def disturb(adapters: Adapters) -> None:
+    """Give adapters values that training might."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapters.parameters.items():
+        scale = 0.1 * float(parameter.abs().mean()) if name.endswith(".m") else 0.05
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def gradients(model: PreTrainedModel, adapters: Adapters) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in adapters.parameters.items()}
+
+
+@pytest.fixture
+def model(pruned):
+    return aligned(load(pruned))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_change_nothing_at_first(pruned, dtype):
+    model = aligned(load(pruned, dtype=dtype))
+    before, weights = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapters = attach(model, OPTIONS)
+    assert {parameter.dtype for parameter in adapters.parameters.values()} == {torch.float32}
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert trainable == {id(parameter) for parameter in adapters.parameters.values()}
+    with grouped_experts(adapters.adapted):
+        # sums over experts are in another order
+        torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.06)
+    adapters.merge()
+    after = model.state_dict()
+    assert after.keys() == weights.keys()
+    for name, tensor in weights.items():
+        tolerance = 0 if "experts" not in name else 1e-6 if dtype == torch.float32 else 0
+        torch.testing.assert_close(after[name], tensor, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
+def test_all_at_once_is_what_peft_computes(family):
+    """Unequal widths, removed experts, a rank that is padded; experts with biases keep the toolkit's loop."""
+    model = linear_model(family)
+    for block in find_expert_blocks(model):
+        kept = [torch.arange(block.widths[e] - 28 * e) for e in range(block.num_experts)]
+        prune_block(block, [kept_N if e != 1 else kept_N[:0] for e, kept_N in enumerate(kept)])
+        mask_router(block)
+    adapters = attach(aligned(model), OPTIONS)
+    assert [can_be_grouped(block) for block in adapters.blocks] == [family != "gpt_oss"] * len(adapters.blocks)
+    disturb(adapters)
+    expected, slopes = logits(model), gradients(model, adapters)
+    with grouped_experts(adapters.adapted):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+        for name, gradient in gradients(model, adapters).items():
+            torch.testing.assert_close(gradient, slopes[name], rtol=1e-3, atol=1e-5, msg=name)
+    # peft's layers go on to work on weights that lie in the padded storage
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_merged_is_unmerged(model):
+    widths = [block.widths for block in find_expert_blocks(model)]
+    before = logits(model)
+    adapters = attach(model, OPTIONS)
+    disturb(adapters)
+    with grouped_experts(adapters.adapted):
+        expected = logits(model)
+    assert not torch.allclose(expected, before, atol=1e-2)
+    adapters.merge()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert [block.widths for block in find_expert_blocks(model)] == widths
+    for block in find_expert_blocks(model):
+        assert all(type(linear) is Linear and linear.weight.is_contiguous() for linear in block_linears(block))
+        assert not hasattr(block.experts, "peft_config")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_removed_expert_is_never_chosen(model):
+    adapters = attach(model, OPTIONS)
+    dead = [(block, [e for e, width in enumerate(block.widths) if not width]) for block in adapters.blocks]
+    assert any(experts for _, experts in dead)
+    with torch.no_grad():
+        # as if training had made removed experts the most likely ones
+        for block, experts in dead:
+            router_module(block).parametrizations.weight[0].b_ER[experts] = 100.0
+    chosen: dict[str, Tensor] = {}
+    for block, _ in dead:
+        block.experts.register_forward_pre_hook(lambda _module, args, name=block.name: chosen.update({name: args[1]}))
+    with grouped_experts(adapters.adapted):
+        logits(model)
+        assert not any(set(experts) & set(chosen[block.name].unique().tolist()) for block, experts in dead)
+    adapters.merge()
+    logits(model)
+    assert not any(set(experts) & set(chosen[block.name].unique().tolist()) for block, experts in dead)
+
+
+def test_channels_that_are_zero_stay_zero(model):
+    """No magnitude, no direction: a division of nothing by nothing would spread over the whole model."""
+    linear = block_linears(find_expert_blocks(model)[0])[0]
+    with torch.no_grad():
+        linear.weight[3] = 0
+    adapters = attach(model, OPTIONS)
+    with grouped_experts(adapters.adapted):
+        slopes = gradients(model, adapters)
+    assert all(torch.isfinite(gradient).all() for gradient in slopes.values())
+    adapters.merge()
+    linear = block_linears(find_expert_blocks(model)[0])[0]
+    assert not linear.weight[3].any()
+    assert torch.isfinite(linear.weight).all()
+
+
+def test_storage_is_that_of_the_weights(model):
+    """Weights are not held twice while they are trained."""
+    adapters = attach(copy.deepcopy(model), OPTIONS)
+    with grouped_experts(adapters.adapted):
+        for block in adapters.adapted:
+            storages = {linear.get_base_layer().weight.untyped_storage().data_ptr() for linear in block_linears(block)}
+            assert len(storages) == 3
+
+
+def test_an_expert_without_tokens_learns_nothing(model):
+    """Kernels may leave its gradient as it was in memory."""
+    adapters = attach(model, OPTIONS)
+    disturb(adapters)
+    seen: dict[str, set[int]] = {}
+    for block in adapters.blocks:
+        block.experts.register_forward_pre_hook(
+            lambda _module, args, name=block.name: seen.update({name: set(args[1].unique().tolist())})
+        )
+    with grouped_experts(adapters.adapted):
+        model(input_ids=prompt()[:1, :2], labels=prompt()[:1, :2]).loss.backward()
+    unseen = [
+        parameter.grad
+        for name, parameter in adapters.experts.items()
+        for block, experts in seen.items()
+        if name.startswith(f"{block}.") and int(name.removeprefix(f"{block}.").split(".")[0]) not in experts
+    ]
+    assert unseen
+    assert not any(gradient is not None and gradient.any() for gradient in unseen)

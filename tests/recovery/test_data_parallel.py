@@ -1,0 +1,53 @@
+"""Two real ranks come to what one comes to that accumulates as much."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from cycles import FAST
+from runs import tensors
+
+from moe_coverage_plugin import Manifest, finetune
+from moe_coverage_plugin.recovery import RecoveryOptions
+
+HERE = Path(__file__).parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+VALUES = FAST | {"steps": 4, "batch_size": 3, "balance": 0.1, "save_every": 2}
+PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+from cycles import cycles
+from moe_coverage_plugin import RecoveryOptions, finetune
+done = finetune(sys.argv[1], cycles(seed=1), sys.argv[2], RecoveryOptions(**eval(sys.argv[3])))
+print("writes", done.writes, done.before, done.after)
+"""
+
+
+def test_two_ranks_are_one_that_accumulates(pruned, text, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        # cards are for the tests of cards
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [*TORCHRUN, tmp_path / "program.py", pruned, tmp_path / "two", repr(VALUES)]
+    run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("writes True") == 1
+    assert run.stdout.count("writes False") == 1
+    finetune(pruned, text, tmp_path / "one", RecoveryOptions(**VALUES | {"accumulation": 2}))
+    before, one, two = tensors(pruned), tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name, tensor in one.items():
+        # AdamW's first steps turn the sign of tiny gradients into whole steps, so sums in another order may show
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    moved = [name for name, tensor in before.items() if float((one[name] - tensor).abs().max()) > 1e-2]
+    assert moved, "training must move weights by more than is allowed between the two"
+    manifest = Manifest.from_checkpoint(tmp_path / "two")
+    assert manifest is not None
+    assert manifest.provenance["recovery"][0]["ranks"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "program.py", "two"]

@@ -1,0 +1,270 @@
+"""Whole fine-tunings of tiny pruned checkpoints: what they change, what they must not, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cycles import FAST, LENGTH, cycles
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from runs import W4, aligned, config_json, logits, prune, source, tensors
+from safetensors.torch import save_file
+from tiny import save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moe_coverage_plugin import CoverageError, Manifest, finetune, load
+from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
+from moe_coverage_plugin.recovery import RecoveryOptions
+from moe_coverage_plugin.recovery.curve import CURVE_NAME, PICTURE_NAME
+from moe_coverage_plugin.recovery.ranks import Ranks
+from moe_coverage_plugin.recovery.text import pack
+from moe_coverage_plugin.recovery.training import held_out_loss
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def unseen() -> torch.Tensor:
+    return pack(cycles(seed=2, windows=16), None, "text", LENGTH).ids_WS
+
+
+def unseen_loss(model: PreTrainedModel) -> float:
+    return held_out_loss(model, unseen(), 8, ALONE)
+
+
+@torch.no_grad()
+def divergence(teacher: Path, student: Path) -> float:
+    """Of unseen text, nats per token."""
+    models = (AutoModelForCausalLM.from_pretrained(teacher).eval(), load(student))
+    first, second = (torch.log_softmax(model(unseen()).logits, -1) for model in models)
+    return float((first.exp() * (first - second)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def recovered(pruned: Path, text: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    output = tmp_path_factory.mktemp("recovered") / "out"
+    state = torch.get_rng_state()
+    done = finetune(pruned, text, output, RecoveryOptions(**FAST))
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers go on as they were"
+    return output, done
+
+
+def test_text_that_nobody_trained_on_is_predicted_better(pruned, recovered):
+    output, done = recovered
+    assert done.after < done.before
+    before, after = unseen_loss(load(pruned)), unseen_loss(load(output))
+    # how much is little compared with what is measured on a trained model; that it generalises is the point
+    assert after < before - 0.2
+
+
+def test_the_written_checkpoint_is_the_one_that_was_measured(recovered, text):
+    output, done = recovered
+    held_out_WS = pack(text, None, "text", LENGTH).ids_WS[-8:]
+    assert held_out_loss(aligned(load(output)), held_out_WS, 4, ALONE) == pytest.approx(done.after, abs=1e-6)
+    lines = [json.loads(line) for line in (output / CURVE_NAME).read_text().splitlines()]
+    assert lines == done.points
+    assert [line["step"] for line in lines if "held_out" in line] == [0, 4, 8]
+    assert [line["step"] for line in lines if "train" in line] == list(range(1, 9))
+    assert (lines[0]["held_out"], lines[-1]["held_out"]) == (done.before, done.after)
+    assert (output / PICTURE_NAME).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rates_rise_and_fall(recovered):
+    rates = [point["rate"] for point in recovered[1].points if "rate" in point]
+    # 0.1 of 8 steps is one step
+    assert rates == pytest.approx([1, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
+
+
+def test_only_experts_and_routers_change(pruned, recovered):
+    before, after = tensors(pruned), tensors(recovered[0])
+    assert {name: (t.shape, t.dtype) for name, t in before.items()} == {
+        name: (t.shape, t.dtype) for name, t in after.items()
+    }
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    trained = {name for name in before if ".experts." in name or name.endswith("mlp.gate.weight")}
+    assert changed == trained
+
+
+def test_the_manifest_stays_and_tells_of_it(pruned, recovered, text):
+    old, new = Manifest.from_checkpoint(pruned), Manifest.from_checkpoint(recovered[0])
+    assert old is not None
+    assert new is not None
+    assert any(old.dead_experts.values()), "a dead expert must be among them"
+    assert (new.widths, new.layout, new.block_size, new.intermediate_size) == (
+        old.widths,
+        old.layout,
+        old.block_size,
+        old.intermediate_size,
+    )
+    (told,) = new.provenance.pop("recovery")
+    assert new.provenance == old.provenance
+    assert told["steps"] == 8
+    assert told["options"]["expert_lr"] == FAST["expert_lr"]
+    assert told["versions"]["peft"]
+    report = json.loads((recovered[0] / REPORT_NAME).read_text())
+    assert report.pop("recovery")[0]["held_out_loss"] == [recovered[1].before, recovered[1].after]
+    assert report == json.loads((pruned / REPORT_NAME).read_text())
+    for name in (SCORES_NAME, "recipe.yaml", "tokenizer.json"):
+        assert (recovered[0] / name).read_bytes() == (pruned / name).read_bytes()
+    assert not recovered[0].with_name("out.work").exists()
+
+
+def test_what_was_recovered_can_be_quantized(recovered, tmp_path):
+    """The road to serving: fine-tuned, quantized, opened again."""
+    loaded = load(recovered[0])
+    tuned = logits(loaded)
+    oneshot(model=loaded, recipe=[QuantizationModifier(**W4)], output_dir=str(tmp_path / "q4"))
+    entry = Manifest.from_checkpoint(tmp_path / "q4")
+    assert entry is not None
+    assert entry.provenance["recovery"][0]["steps"] == 8
+    assert config_json(tmp_path / "q4")["quantization_config"]["config_groups"]
+    assert any(name.endswith("weight_packed") for name in tensors(tmp_path / "q4"))
+    four_bits = load(tmp_path / "q4")
+    assert unseen_loss(four_bits) == pytest.approx(unseen_loss(load(recovered[0])), abs=0.2)
+    assert not torch.equal(logits(four_bits), tuned)
+
+
+def test_four_bit_weights_are_decompressed_and_come_out_in_sixteen(four_bits, text, tmp_path, fast, log):
+    finetune(four_bits, text, tmp_path / "out", fast)
+    assert any("result is a 16-bit checkpoint, to be quantized again" in message for message in log)
+    assert config_json(tmp_path / "out")["quantization_config"]["config_groups"] == {}
+    before = load(four_bits)
+    assert unseen_loss(load(tmp_path / "out")) < unseen_loss(before) - 0.2
+    frozen = tensors(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(frozen, before.get_parameter("model.layers.0.self_attn.q_proj.weight"))
+
+
+def test_twice(recovered, text, tmp_path, fast):
+    finetune(recovered[0], text, tmp_path / "out", fast.model_copy(update={"steps": 2}))
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert [told["steps"] for told in manifest.provenance["recovery"]] == [8, 2]
+
+
+def test_router_mode_changes_routers_only(pruned, original, text, tmp_path, fast):
+    options = fast.model_copy(update={"mode": "router", "batch_size": 8, "steps": 12})
+    finetune(pruned, text, tmp_path / "out", options, teacher=original)
+    before, after = tensors(pruned), tensors(tmp_path / "out")
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {name for name in before if name.endswith("mlp.gate.weight")}
+    assert divergence(original, tmp_path / "out") < divergence(original, pruned)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_distillation_comes_closer_to_the_teacher(pruned, original, text, tmp_path, fast, temperature):
+    options = fast.model_copy(update={"temperature": temperature, "batch_size": 8})
+    done = finetune(pruned, text, tmp_path / "out", options, teacher=original)
+    assert divergence(original, tmp_path / "out") < 0.95 * divergence(original, pruned)
+    assert all(point["divergence"] > 0 for point in done.points if "train" in point)
+
+
+def test_activations_computed_twice_give_the_same_bits(pruned, text, tmp_path, fast):
+    """Also with terms of the loss that are taken from inside the layers."""
+    for name, checkpointing in (("kept", False), ("twice", True)):
+        options = fast.model_copy(update={"steps": 3, "balance": 0.1, "checkpointing": checkpointing})
+        finetune(pruned, text, tmp_path / name, options)
+    first, second = tensors(tmp_path / "kept"), tensors(tmp_path / "twice")
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_balanced_load_is_worth_something(pruned, text, tmp_path, fast):
+    ends = []
+    for balance in (1e-9, 10.0):
+        done = finetune(
+            pruned, text, tmp_path / str(balance), fast.model_copy(update={"balance": balance, "router_lr": 0.05})
+        )
+        ends.append(done.points[-2]["balance"])
+    assert ends[1] < ends[0]
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "ernie4_5_moe", "granitemoe", "mixtral"])
+def test_families(family, text, tmp_path, fast):
+    prune(source(tmp_path / "in", family), tmp_path / "pruned")
+    finetune(tmp_path / "pruned", text, tmp_path / "out", fast.model_copy(update={"steps": 4}))
+    before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert unseen_loss(load(tmp_path / "out")) < unseen_loss(load(tmp_path / "pruned"))
+
+
+# --- refusals ---
+
+
+def refuse(tmp_path: Path, checkpoint: Path, text: Any, options: RecoveryOptions, **more: Any) -> str:
+    output = more.pop("output", tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CoverageError) as caught:
+        finetune(checkpoint, text, output, options, **more)
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not re.search(r"\w\. ", message), "one sentence"
+    return message
+
+
+def test_text_that_is_not_there(pruned, fast, tmp_path):
+    assert "absent.txt is no file" in refuse(tmp_path, pruned, [tmp_path / "absent.txt"], fast)
+    assert "0 files" in refuse(tmp_path, pruned, [], fast)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.txt", b"", "holds 0 tokens and a window has 32"),
+        ("short.txt", b"w5 w6", "and a window has 32: give more text"),
+        ("one.txt", b"w5 " * 40, "holds 1 windows"),
+        ("latin.txt", b"\xff\xfe w5", "give UTF-8"),
+        ("broken.jsonl", b'{"text": "w5"}\n{"text', r"line 2 is no JSON"),
+        ("other.jsonl", b'{"body": "w5"}', "no text in 'text'"),
+        ("list.jsonl", b"[1]", "no text in 'text'"),
+    ],
+)
+def test_text_that_will_not_do(pruned, fast, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    assert words in refuse(tmp_path, pruned, [tmp_path / name], fast)
+
+
+def test_an_unpruned_or_padded_checkpoint(original, text, fast, tmp_path):
+    assert "is no pruned checkpoint" in refuse(tmp_path, original, text, fast)
+    assert "is no pruned checkpoint" in refuse(tmp_path, tmp_path / "nowhere", text, fast)
+    prune(original, tmp_path / "padded", "padded")
+    assert "layout 'padded'" in refuse(tmp_path, tmp_path / "padded", text, fast)
+
+
+def test_an_output_that_exists(pruned, text, fast, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    assert "exists and is not empty" in refuse(tmp_path, pruned, text, fast)
+
+
+def test_teachers(pruned, original, text, fast, tmp_path):
+    router = fast.model_copy(update={"mode": "router"})
+    assert "name that model as teacher" in refuse(tmp_path, pruned, text, router)
+    assert "is no checkpoint" in refuse(tmp_path, pruned, text, fast, teacher=tmp_path / "nowhere")
+    assert "is pruned itself" in refuse(tmp_path, pruned, text, fast, teacher=pruned)
+    save_model(tmp_path / "other", vocab_size=256, num_hidden_layers=1)
+    assert "vocabulary of 256" in refuse(tmp_path, pruned, text, fast, teacher=tmp_path / "other")
+
+
+def test_windows_longer_than_the_model(pruned, fast, tmp_path):
+    words = Dataset.from_dict({"input_ids": [[5] * 2000]})
+    assert "256 positions" in refuse(tmp_path, pruned, words, fast.model_copy(update={"sequence_length": 512}))
+
+
+def test_a_loss_that_is_no_number(pruned, text, fast, tmp_path):
+    broken = Path(shutil.copytree(pruned, tmp_path / "broken"))
+    found = tensors(broken)
+    found["model.norm.weight"][0] = float("nan")
+    save_file(found, broken / "model.safetensors", {"format": "pt"})
+    assert "loss" in refuse(tmp_path, broken, text, fast)
+
+
+def test_options(pruned):
+    for values, words in (({"expert_rank": 0}, "expert_rank=0"), ({"rank": 3}, "rank=3"), ({"warmup": 1}, "warmup=1")):
+        with pytest.raises(CoverageError, match=words):
+            RecoveryOptions.checked(**values)

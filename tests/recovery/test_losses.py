@@ -1,0 +1,66 @@
+"""Losses against autograd, transformers and brute force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import linear_model, prompt
+from torch.nn.functional import cross_entropy, kl_div
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.recovery import RecoveryOptions
+from moe_coverage_plugin.recovery.losses import LoadBalance, batch_loss
+from moe_coverage_plugin.surgery.experts import remove_expert
+from moe_coverage_plugin.surgery.router import mask_router
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(2, 7, 11, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+
+
+@pytest.mark.parametrize(("distill", "temperature"), [(1.0, 1.0), (0.3, 2.0), (None, 1.0)])
+def test_the_gradient_is_that_of_autograd(distill, temperature):
+    student, ids_BS = values(0).requires_grad_(), torch.arange(14).reshape(2, 7) % 11
+    teacher = None if distill is None else values(1)
+    options = RecoveryOptions(distill=distill or 1.0, temperature=temperature)
+    found = batch_loss(student, ids_BS, teacher, options, 0.25)
+    nll = cross_entropy(student[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten(), reduction="sum")
+    loss = nll
+    if teacher is not None:
+        first, second = (torch.log_softmax(each[:, :-1] / temperature, -1) for each in (student, teacher))
+        divergence = temperature**2 * kl_div(first, second, reduction="sum", log_target=True)
+        torch.testing.assert_close(found.divergence.float(), divergence.detach())
+        loss = (1 - distill) * nll + distill * divergence
+    (0.25 * loss).backward()
+    torch.testing.assert_close(found.nll.float(), nll.detach())
+    assert student.grad is not None
+    torch.testing.assert_close(found.gradient_BSV, student.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_balance_is_that_of_transformers():
+    """Of one layer, for transformers takes several together."""
+    model = linear_model("qwen3_moe", num_hidden_layers=1)
+    balance = LoadBalance(find_expert_blocks(model))
+    with balance.observed():
+        found = model(input_ids=prompt(), output_router_logits=True)
+    expected = load_balancing_loss_func(found.router_logits, 8, 2)
+    torch.testing.assert_close(balance.loss(), expected)
+
+
+def test_removed_experts_take_no_part_in_the_balance():
+    model = linear_model("qwen3_moe", num_hidden_layers=1)
+    (block,) = find_expert_blocks(model)
+    remove_expert(block, 2)
+    remove_expert(block, 5)
+    mask_router(block)
+    balance = LoadBalance([block])
+    with balance.observed():
+        router_logits = model(input_ids=prompt(), output_router_logits=True).router_logits[0]
+    live = [0, 1, 3, 4, 6, 7]
+    expected = load_balancing_loss_func((router_logits[:, live],), len(live), 2)
+    torch.testing.assert_close(balance.loss(), expected)
+    with torch.no_grad(), balance.observed():
+        balance.forget()
+        model(input_ids=prompt())
+    assert not balance._terms, "evaluation leaves none behind"

@@ -1,0 +1,102 @@
+"""A run that was killed and started again ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cycles import FAST, cycles
+from runs import tensors
+
+from moe_coverage_plugin import CoverageError, finetune
+from moe_coverage_plugin.cli import main
+from moe_coverage_plugin.recovery import RecoveryOptions
+from moe_coverage_plugin.recovery.curve import CURVE_NAME
+from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
+
+STEPS = 24
+SCRIPT = "import sys; from moe_coverage_plugin.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text as JSON lines, in words of the tiny tokenizer."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rows = [json.dumps({"text": " ".join(f"w{token}" for token in row)}) for row in cycles(seed=1)["input_ids"]]
+    path.write_text("\n".join(rows))
+    return path
+
+
+def arguments(pruned: Path, words: Path, output: Path) -> list[str]:
+    values = FAST | {"steps": STEPS, "save_every": 3, "balance": 0.1}
+    options = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return ["finetune", str(pruned), "--text", str(words), "--output", str(output), *options]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *command], env=environment, **pipes)
+
+
+def without_seconds(points: list[dict]) -> list[dict]:
+    return [{name: value for name, value in point.items() if name != "seconds"} for point in points]
+
+
+@pytest.fixture(scope="module")
+def killed(pruned: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output of a run of the script that was killed between two of its states."""
+    output = tmp_path_factory.mktemp("killed") / "out"
+    run = start(arguments(pruned, words, output))
+    state = output.with_name("out.work") / STATE_NAME
+    deadline = time.monotonic() + 60
+    while not state.exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    run.send_signal(signal.SIGKILL)
+    _, errors = run.communicate()
+    assert run.returncode == -signal.SIGKILL, errors[-2000:]
+    assert state.exists()
+    assert not output.exists()
+    return output
+
+
+def test_another_run_does_not_take_it_over(killed, pruned, words):
+    changed = RecoveryOptions(**FAST | {"steps": STEPS, "save_every": 3, "balance": 0.2})
+    with pytest.raises(CoverageError, match=r"differs \(balance 0\.1, now 0\.2\)"):
+        finetune(pruned, [words], killed, changed)
+    with pytest.raises(CoverageError, match=r"differs .*text_sha256"):
+        finetune(pruned, cycles(seed=3), killed, changed.model_copy(update={"balance": 0.1}))
+
+
+def test_killed_and_started_again_is_uninterrupted(killed, pruned, words, tmp_path, capsys):
+    step = WorkFolder(killed.with_name("out.work"), {})._metadata()["step"]
+    assert 0 < step < STEPS
+    assert main(arguments(pruned, words, killed)) == 0
+    assert f"after {STEPS} steps" in capsys.readouterr().out
+    options = RecoveryOptions(**FAST | {"steps": STEPS, "save_every": 3, "balance": 0.1})
+    whole = finetune(pruned, [words], tmp_path / "whole", options)
+    first, second = tensors(tmp_path / "whole"), tensors(killed)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    lines = [json.loads(line) for line in (killed / CURVE_NAME).read_text().splitlines()]
+    assert without_seconds(lines) == without_seconds(whole.points)
+    assert not killed.with_name("out.work").exists()
+
+
+def test_a_work_folder_that_holds_something_else(pruned, text, tmp_path, fast):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").touch()
+    with pytest.raises(CoverageError, match="holds other files"):
+        finetune(pruned, text, tmp_path / "out", fast, work=tmp_path / "work")
+    (tmp_path / "work" / STATE_NAME).write_bytes(b"\x10")
+    with pytest.raises(CoverageError, match="cannot be read"):
+        finetune(pruned, text, tmp_path / "out", fast, work=tmp_path / "work")
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [STATE_NAME, "thesis.tex"]
+    assert not (tmp_path / "out").exists()
