@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.quip import QuIPModifier
+from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, chooses_by_token_table, routing_groups
@@ -33,11 +37,26 @@ def refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier], pru
         )
     if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
         raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
+    _refuse_transforms([*before, *after])
     first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
     if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
         raise CoverageError(
             "REAPPruningModifier stands after AttributionModifier and would renumber the experts that it scored: put "
             "it before AttributionModifier"
+        )
+
+
+def _refuse_transforms(modifiers: Sequence[Modifier]) -> None:
+    if rotating := next((each for each in modifiers if isinstance(each, (SpinQuantModifier, QuIPModifier))), None):
+        raise CoverageError(
+            f"{type(rotating).__name__} rotates what routers and experts read but no router, and its online rotations "
+            "run in experts of unequal width in no engine: remove it, SmoothQuantModifier and AWQModifier go together "
+            "with pruning"
+        )
+    if any(isinstance(each, AWQModifier) for each in modifiers) and not torch.accelerator.is_available():
+        raise CoverageError(
+            "AWQModifier runs on an accelerator only, and would stop after calibration on this machine, which has "
+            "none: use GPTQModifier or QuantizationModifier"
         )
 
 

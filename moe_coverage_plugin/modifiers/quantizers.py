@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils import match_named_modules
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from loguru import logger
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
@@ -18,11 +19,16 @@ from moe_coverage_plugin.calibration.expert_blocks import (
     find_expert_blocks,
     linears_that_must_stay,
 )
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.manifest import CoverageError, Layout
+from moe_coverage_plugin.surgery.expert_schemes import REMEDY, check_activations, unserved
 
 
 def check_quantizers(
-    model: PreTrainedModel, pruned: Sequence[ExpertBlock], modifiers: Sequence[Modifier], block_size: int
+    model: PreTrainedModel,
+    pruned: Sequence[ExpertBlock],
+    modifiers: Sequence[Modifier],
+    block_size: int,
+    layout: Layout,
 ) -> None:
     """Refuse quantizers whose result could not be served.
 
@@ -30,11 +36,12 @@ def check_quantizers(
         pruned: the blocks whose widths will change; those that stay whole are looked at as well.
         modifiers: what follows the pruning in the recipe; those that do not quantize are passed over.
         block_size: channels that every width will be a multiple of.
+        layout: ``padded`` and ``uniform`` experts are left to the engine's own kernels, of whatever scheme.
 
     Raises:
         CoverageError: a router or the gate of shared experts is quantized; a layer's experts are not all quantized by
-            one scheme, or are no targets of any quantizer; or groups of weights do not fit the widths, or another
-            layer.
+            one scheme, or are no targets of any quantizer; activations of ragged experts are quantized; or groups of
+            weights do not fit the widths, or another layer.
     """
     blocks = find_expert_blocks(model)
     forbidden = linears_that_must_stay(blocks)
@@ -49,6 +56,8 @@ def check_quantizers(
             )
         for block in blocks:
             _check_one_scheme(name, block, scheme_of)
+        if layout == "ragged":
+            _check_served(name, blocks, scheme_of)
         for block in pruned:
             _check_block_size(name, block, scheme_of, block_size)
         _check_groups(name, model, scheme_of, pruned)
@@ -97,6 +106,15 @@ def _check_one_scheme(name: str, block: ExpertBlock, scheme_of: dict[Module, Qua
             "schemes: engines need one scheme for all experts of a layer, so let targets and ignore match all of them "
             "or none"
         )
+
+
+def _check_served(name: str, blocks: Sequence[ExpertBlock], scheme_of: dict[Module, QuantizationScheme]) -> None:
+    """Refuse experts that nothing would compute as they were calibrated; tell of those that only ``load`` opens."""
+    schemes = {id(scheme): scheme for block in blocks if (scheme := scheme_of.get(block_linears(block)[0]))}
+    for scheme in schemes.values():
+        check_activations(scheme, f"{name} would give experts")
+        if reason := unserved(scheme):
+            logger.warning(f"{name} gives experts {reason}, which load() opens but no engine: {REMEDY}")
 
 
 def _check_block_size(

@@ -25,7 +25,7 @@ from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep
 COMPANIONS: dict[str, Any] = {
     "quantization": lambda: [QuantizationModifier(**W4_GROUP_64)],
     "gptq": lambda: [GPTQModifier(**W4_GROUP_64)],
-    "awq": lambda: [AWQModifier(n_grid=2), QuantizationModifier(**W4_GROUP_64)],
+    "awq": lambda: [AWQModifier(n_grid=4), QuantizationModifier(**W4_GROUP_64)],
     "smoothquant": lambda: [SmoothQuantModifier(), QuantizationModifier(**W4_GROUP_64)],
     "channelwise": lambda: [QuantizationModifier(targets=["Linear"], scheme="W8A16", ignore=["lm_head"])],
     "wanda": lambda: [WandaPruningModifier(sparsity=0.5, targets=["re:.*q_proj$"])],

@@ -65,6 +65,12 @@ TWO_FIFTHS: Modifiers = {
     "AlignmentModifier": {"min_width": 128},
 }
 
+FOUR_BITS_BY_CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+BY_CHANNEL: Modifiers = {
+    "QuantizationModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS_BY_CHANNEL}}}
+}
+ASYMMETRIC: Modifiers = {"QuantizationModifier": {"scheme": "W4A16_ASYM"}}
+
 
 # every recipe that comes with the package, every layout, and families that name or route differently
 CHECKPOINTS: Mapping[str, Spec] = {
@@ -75,6 +81,8 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_gptq": Spec("coverage_p25_gptq"),
     "ragged_w4a16_a64": Spec("coverage_p25_q4_a64"),
     "ragged_gptq_a64": Spec("coverage_p25_gptq_a64"),
+    "ragged_by_channel": Spec("coverage_p25_q4_a64", changes=BY_CHANNEL),
+    "ragged_asymmetric": Spec("coverage_p25_q4", changes=ASYMMETRIC),
     "ragged_fisher_fp32": Spec("fisher_p50"),
     "ragged_fisher_p25_w4a16": Spec("fisher_p25_q4"),
     "ragged_fisher_p50_w4a16": Spec("fisher_p50_q4"),

@@ -1,0 +1,150 @@
+"""The toolkit's other quantizers and schemes after our pruning: exact when loaded again, or refused in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import W4_GROUP_64, compress, flat_widths, logits, pruning, refusal, save_tiny
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.autoround import AutoRoundModifier
+from llmcompressor.modifiers.pruning import SparseGPTModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.quip import QuIPModifier
+from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin import CoverageError, load
+
+CACHE: Any = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def weights(targets: str = "Linear", **changes: Any) -> dict[str, Any]:
+    """One group of 4-bit weights, changed."""
+    four_bits = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    return {"targets": [targets], "weights": four_bits | changes}
+
+
+def quantizer(*groups: dict[str, Any]) -> QuantizationModifier:
+    """A quantizer of everything but the head."""
+    named: Any = {f"group_{index}": group for index, group in enumerate(groups)}
+    return QuantizationModifier(config_groups=named, ignore=["lm_head"])
+
+
+def preset(scheme: str) -> QuantizationModifier:
+    return QuantizationModifier(targets=["Linear"], scheme=scheme, ignore=["lm_head"])
+
+
+def pruned_away(**options: Any) -> list[Modifier]:
+    """Our modifiers, which remove whole experts here and draw nothing."""
+    *others, pruning_modifier = pruning(0.6, **options)
+    return [*others, pruning_modifier.model_copy(update={"pictures": False})]
+
+
+EXACT: dict[str, Any] = {
+    "asymmetric": lambda: [quantizer(weights(symmetric=False))],
+    "by_channel": lambda: [quantizer(weights(strategy="channel", group_size=None))],
+    "three_bits": lambda: [quantizer(weights(num_bits=3))],
+    "importance_matrix": lambda: [quantizer(weights(observer="imatrix_mse"))],
+    "embedding": lambda: [quantizer(weights("Embedding", num_bits=8), weights())],
+    "autoround": lambda: [AutoRoundModifier(**W4_GROUP_64, iters=1, enable_torch_compile=False)],
+    "sparsegpt": lambda: [SparseGPTModifier(sparsity=0.5, mask_structure="2:4", targets=["re:.*up_proj$"])],
+}
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("source") / "qwen3_moe", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_loads_as_it_was_in_memory(one_layer: Path, tmp_path: Path, name: str):
+    output = tmp_path / "out"
+    model = compress(one_layer, [*pruned_away(), *EXACT[name]()], output_dir=str(output))
+    assert 0 in flat_widths(model)
+    assert torch.equal(logits(load(output)), logits(model))
+
+
+# --- schemes that no engine serves
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC", "NVFP4", "W4A8"])
+def test_quantized_activations(pristine: PreTrainedModel, tmp_path: Path, scheme: str):
+    message = refusal(pristine, [*pruning(block_size=128), preset(scheme)], tmp_path / "out")
+    assert re.search(r"^QuantizationModifier would give experts quantized activations.* W4A16, or .*'padded'", message)
+
+
+def test_quantized_activations_in_a_later_run(one_layer: Path, tmp_path: Path):
+    pruned = compress(one_layer, pruned_away())
+    with pytest.raises(CoverageError, match=r"experts of model\.layers\.0\.mlp\.experts have quantized activations"):
+        compress(pruned, preset("W8A8"), output_dir=str(tmp_path / "out"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Path, tmp_path: Path, log: list[str]):
+    """They are left to the kernels of engines; ``load`` leaves them out and says so."""
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token", "observer": None}
+    attention = weights("re:.*self_attn.*_proj$", type="float", num_bits=8, strategy="channel", group_size=None)
+    experts = weights("re:.*experts.*_proj$")
+    mixed = quantizer(attention | {"input_activations": fp8}, experts)
+    for name, recipe in {
+        "mixed": [*pruned_away(), mixed],
+        "padded": [*pruned_away(layout="padded"), preset("W8A8")],
+    }.items():
+        compress(one_layer, recipe, output_dir=str(tmp_path / name))
+        assert not any("which load() leaves out" in line for line in log)
+        load(tmp_path / name)
+        assert any("calibrated with activations quantized, which load() leaves out" in line for line in log)
+        log.clear()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"), [("W8A16", "int8 weights"), ("W4A16_ASYM", "asymmetric weights"), ("NVFP4A16", "float4")]
+)
+def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], scheme, reason):
+    """Told before anything is calibrated, here before the refusal of an output directory that is not empty."""
+    (tmp_path / "here").touch()
+    refusal(pristine, [*pruning(block_size=128), preset(scheme)], tmp_path)
+    assert any(f"gives experts {reason}" in line and "load() opens but no engine" in line for line in log)
+
+
+# --- key-value caches
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_quantized_cache(one_layer: Path, tmp_path: Path, log: list[str], with_weights: bool):
+    options: dict[str, Any] = W4_GROUP_64 if with_weights else {"ignore": []}
+    plain = compress(one_layer, [*pruned_away(), *([QuantizationModifier(**options)] if with_weights else [])])
+    cached = QuantizationModifier(**options, kv_cache_scheme=CACHE)
+    compress(one_layer, [*pruned_away(), cached], output_dir=str(tmp_path / "out"))
+    assert torch.equal(logits(load(tmp_path / "out")), logits(plain))
+    assert any("with the key-value cache quantized, which load() leaves out" in line for line in log)
+
+
+# --- modifiers that rescale or rotate
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("rotating", [SpinQuantModifier, QuIPModifier])
+def test_rotations(pristine: PreTrainedModel, tmp_path: Path, rotating: Any, first: bool):
+    recipe: list[Modifier] = [rotating(), *pruning()] if first else [*pruning(), rotating(), quantizer(weights())]
+    message = refusal(pristine, recipe, tmp_path / "out")
+    assert re.search(r"^(SpinQuant|QuIP)Modifier rotates what routers and experts read but no router", message)
+
+
+def test_rotations_in_a_later_run(one_layer: Path, tmp_path: Path):
+    pruned = compress(one_layer, pruned_away())
+    with pytest.raises(CoverageError, match=r"carries rotations \(SpinQuant, QuIP\)"):
+        compress(pruned, SpinQuantModifier(), output_dir=str(tmp_path / "out"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_awq_without_an_accelerator(pristine: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would stop at its first layer, when all of the scores have been measured."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    message = refusal(pristine, [*pruning(), AWQModifier(), quantizer(weights())], tmp_path / "out")
+    assert re.search(r"AWQModifier runs on an accelerator only.*use GPTQModifier", message)
