@@ -1,0 +1,107 @@
+"""Runs tasks on a checkpoint, one after the other, and stores each as soon as it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_coverage_plugin.evaluation import backends
+from moe_coverage_plugin.evaluation.local_tasks import LocalTask
+from moe_coverage_plugin.evaluation.options import EvaluationOptions
+from moe_coverage_plugin.evaluation.results import Results
+from moe_coverage_plugin.evaluation.tasks import Tasks, Unit
+from moe_coverage_plugin.manifest import CoverageError
+
+
+def evaluate(
+    checkpoint: str,
+    tasks: Sequence[str],
+    output: str | Path,
+    options: EvaluationOptions | None = None,
+    local: Sequence[LocalTask] = (),
+    include: Sequence[str | Path] = (),
+) -> Results:
+    """Measure a checkpoint, pruned or not.
+
+    Tasks that ``output`` has already are not run again, and where it has all of them no model is opened.
+
+    Args:
+        checkpoint: directory, or the name of a model on the hub.
+        tasks: names that lm-eval knows: tasks, groups or tags.
+        output: JSON file of the results.
+        options: how to run them.
+        local: tasks out of JSON lines.
+        include: directories of further task files for lm-eval.
+
+    Raises:
+        CoverageError: something is not installed, a task is not known or cannot be built, or the file holds results of
+            another checkpoint or other settings; all of it before a model is opened.
+    """
+    options = options or EvaluationOptions()
+    output = Path(output)
+    backends.check_installed(options.backend)
+    if not tasks and not local:
+        raise CoverageError("no task is given: name tasks of lm-eval, or files of JSON lines")
+    directory = _directory(checkpoint)
+    results = _begun(output, Results.of(checkpoint, directory))
+    backends.check_tokenizer(Path(options.tokenizer or directory))
+    known = Tasks(include)
+    dtype = backends.dtype_of(directory, options)
+    settings = {"backend": options.backend, "dtype": dtype, "limit": options.limit, "seed": options.seed}
+    settings |= {"few_shot": options.few_shot}
+    units = [(unit, settings | {"identity": unit.identity}) for unit in known.units(tasks, local, options)]
+    left = [(unit, own) for unit, own in units if not results.is_done(unit.name, own)]
+    if not left:
+        return results
+    model = backends.open_backend(directory, dtype, options)
+    rest: dict[str, Any] = {"versions": backends.versions(options.backend), "model_args": dict(options.model_args)}
+    for unit, own in left:
+        began = time.monotonic()
+        found = _run(unit, model, known.manager, options)
+        rest["seconds"] = round(time.monotonic() - began, 2)
+        results.add(unit.name, own, found, rest)
+        results.write(output)
+    return results
+
+
+def _directory(checkpoint: str) -> Path:
+    if (directory := Path(checkpoint)).is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(checkpoint, ignore_patterns=["*.bin", "*.pth", "*.pt", "*.gguf", "original/*"]))
+    except Exception as error:
+        # a name that is none, no network, no access: of many types, between which nothing is decided here
+        reason = " ".join(str(error).split())[:160]
+        raise CoverageError(f"{checkpoint} is neither a directory nor a model that can be had ({reason})") from error
+
+
+def _begun(output: Path, fresh: Results) -> Results:
+    if not output.exists():
+        return fresh
+    results = Results.read(output)
+    if results.fingerprint != fresh.fingerprint:
+        raise CoverageError(
+            f"{output} holds results of another checkpoint than {fresh.checkpoint} is now ({results.checkpoint}): "
+            "choose another file"
+        )
+    return results
+
+
+def _run(unit: Unit, model: Any, manager: Any, options: EvaluationOptions) -> Any:
+    from lm_eval.evaluator import simple_evaluate
+
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    return simple_evaluate(
+        model=model,
+        tasks=[unit.spec],
+        task_manager=manager,
+        num_fewshot=options.few_shot,
+        limit=options.limit,
+        log_samples=False,
+        confirm_run_unsafe_code=options.run_unsafe_code,
+        **dict.fromkeys(seeds, options.seed),
+    )

@@ -1,0 +1,124 @@
+"""Finds tasks of lm-eval by name and builds them, data included, before any model is opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from moe_coverage_plugin.evaluation.local_tasks import LocalTask
+from moe_coverage_plugin.evaluation.options import EvaluationOptions
+from moe_coverage_plugin.manifest import CoverageError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is run and stored at once: a task, or a group with all of its tasks.
+
+    Args:
+        name: of the task or group.
+        spec: lm-eval's object.
+        identity: what prompts, scoring and local data are, as a checksum.
+    """
+
+    name: str
+    spec: Any
+    identity: str
+
+
+class Tasks:
+    """The tasks that lm-eval knows here.
+
+    Those of lm-eval itself are looked through only when a name is found nowhere else: they are many thousand files.
+
+    Args:
+        include: directories of task files in lm-eval's own YAML format.
+    """
+
+    def __init__(self, include: Sequence[str | Path] = ()) -> None:
+        from lm_eval.tasks import TaskManager
+
+        for directory in include:
+            if not Path(directory).is_dir():
+                raise CoverageError(f"{directory} is no directory: give one of task files for lm-eval")
+        self._include: list[str | Path] = [*include]
+        self.manager = TaskManager(include_path=self._include, include_defaults=False)
+
+    def units(self, names: Iterable[str], local: Sequence[LocalTask], options: EvaluationOptions) -> list[Unit]:
+        """Build tasks; their data is read, or fetched where the task names a data set of the hub.
+
+        Raises:
+            CoverageError: a name that is not known, given twice, or a task that cannot be built or run so.
+        """
+        configs = {task.name: task.config() for task in local}
+        asked = [*names, *(task.name for task in local)]
+        if repeated := sorted({name for name in asked if asked.count(name) > 1}):
+            raise CoverageError(f"two tasks are called {repeated[0]}: leave one out, or rename the file")
+        self._check_known(names := list(names))
+        units = [unit for name in names for unit in self._build(name, name)]
+        units += [unit for name, config in configs.items() for unit in self._build(name, config)]
+        for unit in units:
+            _check_runnable(unit, options)
+        return units
+
+    def _check_known(self, names: Sequence[str]) -> None:
+        from lm_eval.tasks import TaskManager
+
+        if not set(names) <= set(self.manager.all_tasks):
+            self.manager = TaskManager(include_path=self._include)
+        for name in names:
+            if name not in self.manager.all_tasks:
+                near = get_close_matches(name, self.manager.all_tasks, n=4)
+                hint = f", near it are {', '.join(near)}" if near else ""
+                raise CoverageError(f"lm-eval has no task {name!r}{hint}: `lm-eval ls tasks` lists all")
+
+    def _build(self, name: str, spec: str | dict[str, Any]) -> Iterator[Unit]:
+        try:
+            loaded = self.manager.load([spec])
+        except Exception as error:
+            # task files are foreign code, and their data comes from elsewhere
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CoverageError(f"the task {name} cannot be built ({told})") from error
+        tasks, groups = loaded["tasks"], loaded.get("groups", {})
+        # a tag stands for its tasks and has no figure of its own
+        found = {name: groups.get(name) or tasks.get(name)} if name in groups or name in tasks else tasks
+        for unit, built in found.items():
+            yield Unit(unit, built, _identity(_leaves(built)))
+
+
+def _leaves(spec: Any) -> list[Any]:
+    return list(spec.get_all_tasks()) if hasattr(spec, "get_all_tasks") else [spec]
+
+
+def _check_runnable(unit: Unit, options: EvaluationOptions) -> None:
+    for task in _leaves(unit.spec):
+        if getattr(task, "UNSAFE_CODE", False) and not options.run_unsafe_code:
+            raise CoverageError(
+                f"{unit.name} runs programs that the model writes: add --run-unsafe-code where they can do no harm"
+            )
+        # lm-eval passes over the number without a word
+        if options.few_shot and task.get_config("num_fewshot") == 0:
+            raise CoverageError(f"{unit.name} is fixed at 0 examples: leave out --few-shot, or run it by itself")
+
+
+def _identity(tasks: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for task in tasks:
+        config = task.dump_config()
+        files = _local_files((config.pop("dataset_kwargs", None) or {}).get("data_files"))
+        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+        for file in files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _local_files(data_files: Any) -> list[Path]:
+    if isinstance(data_files, Mapping):
+        return [file for _, each in sorted(data_files.items()) for file in _local_files(each)]
+    if isinstance(data_files, list):
+        return [file for each in data_files for file in _local_files(each)]
+    return [Path(data_files)] if isinstance(data_files, str) and Path(data_files).is_file() else []

@@ -1,0 +1,90 @@
+"""Results are kept after every task, never mixed with those of another checkpoint, other settings or other data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from questions import QUIZ, TEXT
+from safetensors.torch import load_file, save_file
+
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask, Results, backends, evaluate, run
+
+
+@pytest.fixture
+def quiz(lines):
+    return LocalTask("multiple_choice", lines("quiz", QUIZ))
+
+
+@pytest.fixture
+def prose(lines):
+    return LocalTask("text", lines("prose", TEXT))
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Any model that is opened is one too many."""
+
+    def refuse(*_):
+        raise AssertionError("a model was opened")
+
+    return lambda: monkeypatch.setattr(backends, "open_backend", refuse)
+
+
+def test_what_is_done_stays_and_the_rest_goes_on(pruned, quiz, prose, tmp_path, monkeypatch, no_model):
+    """Killed in the second task: the first one is in the file, and the next run makes only the second."""
+    output = tmp_path / "found.json"
+    whole = run._run
+    ran = []
+
+    def dies(unit, *others):
+        ran.append(unit.name)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return whole(unit, *others)
+
+    monkeypatch.setattr(run, "_run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(str(pruned), [], output, local=[quiz, prose])
+    first = json.loads(output.read_text())["tasks"]
+    assert list(first) == ["quiz"]
+
+    evaluate(str(pruned), [], output, local=[quiz, prose])
+    assert ran == ["quiz", "prose", "prose"]
+    written = Results.read(output)
+    assert written.tasks["quiz"] == first["quiz"]
+    assert list(written.tasks) == ["quiz", "prose"]
+    assert written.weight_bytes == sum(file.stat().st_size for file in pruned.glob("*.safetensors"))
+    assert written.tasks["prose"]["versions"]["lm-eval"]
+
+    no_model()
+    assert evaluate(str(pruned), [], output, local=[prose, quiz]) == written
+    with pytest.raises(CoverageError, match=r"quiz is there with limit None \(not 1\): choose another file"):
+        evaluate(str(pruned), [], output, EvaluationOptions(limit=1), [quiz])
+    quiz.file.write_text(json.dumps(QUIZ[0]) + "\n")
+    with pytest.raises(CoverageError, match="quiz is there with other prompts or data"):
+        evaluate(str(pruned), [], output, local=[quiz])
+    assert Results.read(output) == written
+
+
+def test_another_checkpoint_is_told_apart(pruned, quiz, tmp_path, no_model):
+    """One weight is enough, where name, size and config are the same."""
+    copy, output = shutil.copytree(pruned, tmp_path / "copy"), tmp_path / "found.json"
+    Results.of(str(pruned), pruned).write(output)
+    assert Results.of(str(copy), copy).fingerprint == Results.read(output).fingerprint
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    no_model()
+    with pytest.raises(CoverageError, match="holds results of another checkpoint"):
+        evaluate(str(copy), [], output, local=[quiz])
+
+
+@pytest.mark.parametrize("written", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "tasks": {}}'])
+def test_files_that_are_no_results(tmp_path, written):
+    (tmp_path / "found.json").write_text(written)
+    with pytest.raises(CoverageError, match=r"found\.json"):
+        Results.read(tmp_path / "found.json")
