@@ -109,7 +109,7 @@ def _data(arguments: Namespace) -> Dataset:
         if not path.is_file():
             raise CoverageError(f"--data {path} is not there: give text, JSON lines, or a directory of datasets")
     with _told(f"{arguments.model} has no tokenizer that can be opened"):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     length = arguments.sequence_length or _default_length(arguments.model)
     ids_WS = pack(text, tokenizer, arguments.text_field, length).ids_WS
     return _spread(Dataset.from_dict({IDS: ids_WS.tolist()}), arguments.samples)
@@ -117,7 +117,7 @@ def _data(arguments: Namespace) -> Dataset:
 
 def _default_length(model: str) -> int:
     with _told(f"{model} is no model that can be opened"):
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     return min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
 
 
@@ -147,7 +147,7 @@ def _open(model: str, device_map: str | None) -> PreTrainedModel:
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     opener = load_quantizable_moe() if device_map != OFFLOAD else load_context()
     with _told(f"{model} is no model that can be opened"), opener:
-        return AutoModelForCausalLM.from_pretrained(model, dtype="auto", **options)
+        return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, **options)
 
 
 def _forget_lazy_modules() -> None:

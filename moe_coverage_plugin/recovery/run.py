@@ -178,7 +178,7 @@ def _open_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CoverageError(f"the tokenizer of {directory} cannot be opened ({error}): name another one") from error
 

@@ -177,6 +177,13 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "
 UNPICKLING_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "pd.read_pickle"}
 # where the package lets transformers open something
 OPENED = {
+    "cli/oneshot.py": {
+        "AutoConfig.from_pretrained": True,
+        "AutoModelForCausalLM.from_pretrained": True,
+        "AutoTokenizer.from_pretrained": True,
+    },
+    "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
+    "recovery/run.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     # the toolkit's name for what a config says of experts
     "calibration/expert_blocks.py": {"MoEConfig.from_config": False},
     "surgery/loading.py": {
