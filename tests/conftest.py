@@ -6,9 +6,9 @@ import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    # the tensors are tiny, and sums must not depend on how many threads share them
+    # the tensors are tiny, and sums must not depend on how many threads share them, nor fixtures of modules on order
     torch.set_num_threads(1)
 
 

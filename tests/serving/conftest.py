@@ -12,7 +12,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     """Takes the place of the outer fixture: an engine uses all cores."""
 
