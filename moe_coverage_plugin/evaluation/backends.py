@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -54,9 +55,7 @@ def versions(backend: str) -> dict[str, str]:
     """Releases of what computes."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     if backend == "vllm":
-        import vllm  # pyright: ignore[reportMissingImports] - in another environment
-
-        found["vllm"] = vllm.__version__
+        found["vllm"] = import_module("vllm").__version__
     return found
 
 
@@ -115,10 +114,9 @@ def _import_vllm_backend() -> None:
 
     Only that module is answered: vLLM finds out by the same question whether it is built for CPUs, so it asks before.
     """
-    import vllm  # pyright: ignore[reportMissingImports] - in another environment
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-
-    assert current_platform.device_type
+    # by name: vLLM is not where the rest of this package is checked
+    vllm = import_module("vllm")
+    assert import_module("vllm.platforms").current_platform.device_type
     ask = importlib.metadata.version
     importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else ask(name)
     try:

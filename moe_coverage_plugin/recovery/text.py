@@ -106,7 +106,7 @@ def split(windows: Windows, held_out: float) -> tuple[Windows, Windows]:
 
 def _tokens(document: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids: list[int] = tokenizer(document, verbose=False)[IDS]  # pyright: ignore[reportAssignmentType]
-    end = tokenizer.eos_token_id
+    end = getattr(tokenizer, "eos_token_id", None)
     return ids if not isinstance(end, int) or ids[-1:] == [end] else [*ids, end]
 
 
