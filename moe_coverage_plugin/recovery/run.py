@@ -28,8 +28,7 @@ from moe_coverage_plugin.recovery.text import Text, Windows, check_files, pack, 
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
 from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
 from moe_coverage_plugin.surgery.loading import load
-
-RECORD_KEY = "recovery"
+from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
 
 
 @dataclass(frozen=True)
@@ -287,10 +286,10 @@ def _record(
         "versions": environment()["versions"] | {"peft": version("peft")},
     }
     record = record_of(model)
-    earlier = record.report.get(RECORD_KEY, [])
+    earlier = record.report.get(TRAINED_KEY, [])
     # a model may be fine-tuned more than once
-    record.report[RECORD_KEY] = [*earlier, told | {"curve": CURVE_NAME}]
-    record.provenance[RECORD_KEY] = [*record.provenance.get(RECORD_KEY, []), told]
+    record.report[TRAINED_KEY] = [*earlier, told | {"curve": CURVE_NAME}]
+    record.provenance[TRAINED_KEY] = [*record.provenance.get(TRAINED_KEY, []), told]
 
     def write(directory: Path) -> None:
         write_points(directory, recovered.points)

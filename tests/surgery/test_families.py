@@ -51,22 +51,22 @@ def runs(sources, tmp_path_factory):
         for layout in ("ragged", "padded"):
             output = root / f"{family}_{layout}"
             model = prune(path, output, layout, sparsity=SPARSITY.get(family, 0.4), min_width=0)
-            found[family, layout] = output, logits(aligned(model))
+            found[family, layout] = output, logits(model)
     for layout in ("ragged", "padded"):
         output = root / f"w4a16_{layout}"
         model = prune(sources["qwen3_moe"], output, layout, quantize=True)
-        found["w4a16", layout] = output, logits(aligned(model))
+        found["w4a16", layout] = output, logits(model)
     output = root / "w4a16_mixtral"
     model = prune(sources["mixtral"], output, quantize=True)
-    found["w4a16_mixtral", "ragged"] = output, logits(aligned(model))
+    found["w4a16_mixtral", "ragged"] = output, logits(model)
     output = root / "uniform"
     model = prune(sources["qwen3_moe"], output, "uniform")
-    found["qwen3_moe", "uniform"] = output, logits(aligned(model))
+    found["qwen3_moe", "uniform"] = output, logits(model)
     for name, quantizers in (("one_width", []), ("one_width_w4a16", [QuantizationModifier(**W4)])):
         output = root / name
         model = one_width_with_dead_experts(sources["qwen3_moe"])
         oneshot(model=model, recipe=quantizers, output_dir=str(output))
-        found[name, "ragged"] = output, logits(aligned(model))
+        found[name, "ragged"] = output, logits(model)
     return found
 
 
