@@ -20,13 +20,12 @@ def run_kernels(
     """``ragged_experts`` by way of the operator; arguments and result are the same."""
     numbers = (weights.hidden, weights.width, weights.bits, weights.group_size, weights.unit)
     routing = (topk_weights_TK, topk_ids_TK)
-    return ragged_moe_kernels(
+    return torch.ops.moe_coverage.ragged_moe_kernels(
         x_TH, *routing, *weights.tensors, weights.table_E4, *numbers, activation, weight_on_input
     )
 
 
-@torch.library.custom_op("moe_coverage::ragged_moe_kernels", mutates_args=())
-def ragged_moe_kernels(
+def _ragged_moe_kernels(
     x_TH: Tensor,
     topk_weights_TK: Tensor,
     topk_ids_TK: Tensor,
@@ -51,6 +50,12 @@ def ragged_moe_kernels(
     return ragged_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, activation, weight_on_input)
 
 
-@ragged_moe_kernels.register_fake
-def _(x_TH: Tensor, *_: object) -> Tensor:
+def _fake(x_TH: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x_TH)
+
+
+# not torch.library.custom_op: its checks of every call take longer than some of the kernels
+_LIBRARY = torch.library.Library("moe_coverage", "FRAGMENT")
+_LIBRARY.define("ragged_moe_kernels" + torch.library.infer_schema(_ragged_moe_kernels, mutates_args=()))
+_LIBRARY.impl("ragged_moe_kernels", _ragged_moe_kernels, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_coverage::ragged_moe_kernels", _fake, lib=_LIBRARY)

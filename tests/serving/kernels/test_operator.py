@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
-from moe_coverage_plugin.serving.kernels.operator import ragged_moe_kernels, run_kernels
+from moe_coverage_plugin.serving.kernels.operator import run_kernels
 from tests.serving.kernels.random_layers import RandomLayer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -14,7 +14,7 @@ def test_is_a_proper_operator(device: torch.device, scheme: str, bias: bool) -> 
     weights = layer.weights
     numbers = (weights.hidden, weights.width, weights.bits, weights.group_size, weights.unit)
     arguments = (*layer.inputs(2), *weights.tensors, weights.table_E4, *numbers, "silu", False)
-    torch.library.opcheck(ragged_moe_kernels, arguments)
+    torch.library.opcheck(torch.ops.moe_coverage.ragged_moe_kernels.default, arguments)
 
 
 @pytest.mark.parametrize("scheme", ["plain", "group-32"])
