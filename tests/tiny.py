@@ -24,12 +24,12 @@ COMMON = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
-# vLLM's kernels for CPUs know the published sizes only; keys and values are compressed, positions scaled by YaRN
+# vLLM's kernels know the published sizes only; keys and values are compressed, positions scaled by YaRN
 MLA = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "num_key_value_heads": 4,
     "rope_parameters": {
         **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},

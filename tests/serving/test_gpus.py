@@ -22,11 +22,11 @@ MEDIAN_BFLOAT16 = 0.02
 SHARED_CARD = {"dtype": DTYPE, "gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 2**28, "max_num_seqs": CROWD}
 GRAPHS = SHARED_CARD | {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 64]}}
 TWO_CARDS = GRAPHS | {"distributed_executor_backend": "mp"}
-# without small heads of latent attention, which kernels for GPUs do not know, and Granite, whose loader in vLLM 0.26
-# stops at names of single experts
+# without Granite, whose loader in vLLM 0.26 stops at names of single experts
 SERVED = [
     *("ragged_bf16", "ragged_w4a16", "ragged_gptq_a64", "ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4"),
-    *("ragged_olmoe", "ragged_ernie", "ragged_minimax"),
+    *("ragged_olmoe", "ragged_ernie", "ragged_minimax", "ragged_deepseek"),
+    *("ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3"),
     pytest.param(
         "ragged_qwen3_next", marks=pytest.mark.skipif(not find_spec("flashinfer"), reason="needs flashinfer")
     ),
