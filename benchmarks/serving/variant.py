@@ -30,7 +30,7 @@ from moe_coverage_plugin.manifest import CoverageError
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 64, 256)
 DECODE_REPETITIONS = 3
-PREFILL_REPETITIONS = 5
+PREFILL_REPETITIONS = 15
 ROUTED_TOKENS = 64
 RAGGED_METHOD = "RaggedExpertsMethod"
 
