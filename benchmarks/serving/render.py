@@ -47,7 +47,7 @@ def section(record: dict[str, Any]) -> str:
         f"Shape: {shape['num_hidden_layers']} layers of {shape['num_experts']} experts with "
         f"{shape['moe_intermediate_size']} channels before pruning, hidden size {shape['hidden_size']}, "
         f"{shape['num_experts_per_tok']} experts per token.",
-        f"Decoding: {asked['new']} tokens after prompts of {asked['prompt']}, medians of repeated runs; "
+        f"Decoding: {asked['new']} tokens after prompts of {asked['prompt']}, the fastest of repeated runs; "
         f"{'without graphs' if asked['enforce_eager'] else 'graphs as vLLM has them by default'}.",
         *(f"{name} failed: {figures['error']}" for name, figures in record["variants"].items() if "error" in figures),
     ]
