@@ -13,8 +13,8 @@ from tests.serving.engine import checkpoint_dtype, expected_logprobs
 # the order of sums differs, which moved log-probabilities of tiny models by 2e-6
 LARGEST_FLOAT32 = 1e-4
 # Rounding moves routers across ties, so that single positions of two right implementations differ by more than 1 in
-# bfloat16. So both are compared with float32, by medians; means of 63 positions may hold two such ties.
-TIMES_ROUNDING, MEAN_BFLOAT16 = 2, 0.05
+# bfloat16. So both are compared with float32, and transformers also where its layers round otherwise.
+TIMES_ROUNDING = 2
 
 
 def assert_agrees(path: Path, found: list[float], dtype: str | None = None) -> None:
@@ -26,23 +26,24 @@ def assert_agrees(path: Path, found: list[float], dtype: str | None = None) -> N
 def agreement(path: Path, found: list[float], dtype: str | None = None) -> dict[str, Any]:
     """Compare log-probabilities of a prompt, or of its first tokens, with those of transformers.
 
-    In bfloat16 they may be about as far from those of float32 as transformers is.
+    In bfloat16 they may be up to twice as far from those of float32 as transformers is with one rounding or another.
 
     Args:
         dtype: what they were computed in; the checkpoint's where not given.
 
     Returns:
-        ``agrees``; how far they are from float32, and in bfloat16 also how far transformers is.
+        ``agrees``; how far they are from float32, and in bfloat16 also how far transformers is at most.
     """
     exact = expected_logprobs(path, "float32")[1]
     error = _distance(found, exact)
     result = {"error": _figures(error)}
     if (dtype or checkpoint_dtype(path)) == "float32":
         return result | {"agrees": bool(error.max() <= LARGEST_FLOAT32)}
-    rounding = _distance(expected_logprobs(path, "bfloat16")[1][: len(found)], exact)
-    near = error.median() <= TIMES_ROUNDING * rounding.median()
-    near &= error.mean() <= max(TIMES_ROUNDING * rounding.mean().item(), MEAN_BFLOAT16)
-    return result | {"of_transformers": _figures(rounding), "agrees": bool(near)}
+    rounded = [expected_logprobs(path, "bfloat16")[1], *expected_logprobs(path, "bfloat16_shaken")[1]]
+    rounding = [_figures(_distance(each[: len(found)], exact)) for each in rounded]
+    most = {name: max(each[name] for each in rounding) for name in ("median", "mean")}
+    near = all(result["error"][name] <= TIMES_ROUNDING * most[name] for name in most)
+    return result | {"of_transformers": most, "agrees": near}
 
 
 def _distance(found: list[float], expected: list[float]) -> torch.Tensor:

@@ -49,16 +49,17 @@ def has_own_code(path: Path) -> bool:
     return "auto_map" in json.loads((path / "config.json").read_text())
 
 
-def expected_logprobs(path: Path, dtype: str | None = None) -> tuple[list[int], list[float]]:
+def expected_logprobs(path: Path, computed: str | None = None) -> tuple[list[int], Any]:
     """A prompt, and the log-probability of each next token as transformers computed it.
 
     The file lies beside the directory: vLLM loads every safetensors file within.
 
     Args:
-        dtype: what it computed in, ``"float32"`` or ``"bfloat16"``; the checkpoint's where not given.
+        computed: how, ``"float32"``, ``"bfloat16"`` or ``"bfloat16_shaken"``, of which there are several; in the
+            checkpoint's dtype where not given.
     """
     with safe_open(path.with_name(f"{path.name}.expected.safetensors"), "pt") as file:
-        return file.get_tensor("prompt_ids").tolist(), file.get_tensor(dtype or checkpoint_dtype(path)).tolist()
+        return file.get_tensor("prompt_ids").tolist(), file.get_tensor(computed or checkpoint_dtype(path)).tolist()
 
 
 def open_engine(path: Path, **options: Any) -> Any:

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from moe_coverage_plugin import load, recipe_path
 from moe_coverage_plugin.surgery import checkpoint
 
 PROMPT_TOKENS = 64
+DRAWS = 8
 Modifiers = dict[str, dict[str, Any]]
 
 
@@ -127,14 +129,28 @@ def make(name: str, directory: Path, workspace: Path) -> None:
 def expected(checkpoint: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``.
 
-    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own.
+    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own. ``bfloat16_shaken``, ``[DRAWS, 63]``,
+    is computed in bfloat16 by layers that round otherwise, as they do in another right implementation.
     """
     prompt_ids = torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7))
     trusted = "auto_map" in (checkpoint / "config.json").read_text()
     model = load(checkpoint, trust_remote_code=trusted).to(device)
     dtypes = sorted((torch.float32, torch.bfloat16), key=lambda dtype: dtype != model.dtype)
     logprobs = {str(dtype).removeprefix("torch."): _logprobs(model.to(dtype), prompt_ids) for dtype in dtypes}
-    return {"prompt_ids": prompt_ids} | logprobs
+    model.to(torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    for layer in model.get_decoder().layers:
+        layer.register_forward_hook(partial(_shake, generator))
+    shaken = torch.stack([_logprobs(model, prompt_ids) for _ in range(DRAWS)])
+    return {"prompt_ids": prompt_ids, "bfloat16_shaken": shaken} | logprobs
+
+
+def _shake(generator: torch.Generator, _: torch.nn.Module, __: Any, output: Any) -> Any:
+    """Move hidden states by up to one place of their last bit."""
+    hidden, *others = output if isinstance(output, tuple) else (output,)
+    noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
+    shaken = (hidden.float() * (1 + noise * torch.finfo(hidden.dtype).eps)).to(hidden.dtype)
+    return (shaken, *others) if isinstance(output, tuple) else shaken
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ SERVED = [
         "ragged_qwen3_next", marks=pytest.mark.skipif(not find_spec("flashinfer"), reason="needs flashinfer")
     ),
 ]
+# exact widths in 16 bits: rows of the down projection are padded to eight channels
+MOST_PADDING = {"ragged_bf16": 0.01}
 SEVERAL_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -54,7 +56,7 @@ def test_graphs(name: str) -> None:
     ("name", "kind"),
     [
         ("ragged_w4a16_a64", "tensor_parallel_size"),
-        ("ragged_glm4", "tensor_parallel_size"),
+        ("ragged_minimax", "tensor_parallel_size"),
         ("ragged_bf16", "tensor_parallel_size"),
         ("ragged_w4a16_a64", "pipeline_parallel_size"),
     ],
@@ -64,7 +66,8 @@ def test_two_cards(name: str, kind: str) -> None:
     found = finish(start(path, TWO_CARDS | {kind: 2}, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
     assert_right(path, found["answer"])
     experts = [held for held, _ in found["bytes_held"]]
-    assert sum(experts) == stored_bytes_of_experts(path, DTYPE)
+    stored = stored_bytes_of_experts(path, DTYPE)
+    assert stored <= sum(experts) <= stored * (1 + MOST_PADDING.get(name, 0))
     assert kind == "pipeline_parallel_size" or max(experts) <= 1.05 * sum(experts) / 2
 
 
