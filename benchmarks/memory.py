@@ -125,10 +125,9 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
     from transformers import AutoModelForCausalLM
 
     from moe_coverage_plugin import recipe_path
+    from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
 
-    # transformers resolves these aliases while the toolkit patches classes, and they need torchvision
-    for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
-        del sys.modules[name]
+    forget_lazy_modules()
     phases: list[Phase] = []
     clock = time.monotonic()
 

@@ -90,6 +90,12 @@ def add_finetune(command: ArgumentParser) -> None:
         default=SUPPRESS,
         help="of frozen weights and result (default: the checkpoint's)",
     )
+    memory.add_argument(
+        "--nf4",
+        action="store_true",
+        default=SUPPRESS,
+        help="hold the frozen weights of experts in NF4 (bitsandbytes), which the result has rounded so; slower",
+    )
     command.add_argument(
         "--work", metavar="DIR", help="folder for the state of an interrupted run (default: OUT.work)"
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.recipe_files import recipe_path
 from moe_coverage_plugin.recovery.text import IDS, pack
 from moe_coverage_plugin.surgery.checkpoint import check_output
+from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
 from moe_coverage_plugin.surgery.loading import load
 
 LONGEST = 2048
@@ -143,18 +142,11 @@ def _open(model: str, device_map: str | None) -> PreTrainedModel:
         if device_map is not None:
             raise CoverageError(f"{model} has {CONFIG_KEY} and opens on the CPU: leave --device-map out")
         return load(path)
-    _forget_lazy_modules()
+    forget_lazy_modules()
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     opener = load_quantizable_moe() if device_map != OFFLOAD else load_context()
     with _told(f"{model} is no model that can be opened"), opener:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, **options)
-
-
-def _forget_lazy_modules() -> None:
-    """Without torchvision, modules of transformers that need it fail while the toolkit patches classes in all."""
-    if find_spec("torchvision") is None:
-        for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
-            del sys.modules[name]
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from moe_coverage_plugin.evaluation.options import EvaluationOptions
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
+from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 NEEDS = {"hf": ("llmcompressor", "compress"), "vllm": ("vllm", "serve")}
 PACKAGES = ("moe-coverage-plugin", "lm-eval", "torch", "transformers")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def check_installed(backend: str) -> None:
@@ -39,7 +39,7 @@ def check_tokenizer(directory: Path) -> None:
     Raises:
         CoverageError: there are none.
     """
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         raise CoverageError(f"{directory} holds no tokenizer: name the directory of one by --tokenizer")
 
 

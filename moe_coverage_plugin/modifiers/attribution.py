@@ -123,7 +123,7 @@ class AttributionModifier(Modifier):
         linearize_expert_lists(state.model)
         self._blocks = find_expert_blocks(state.model, self.ignore)
         uniform_shape(self._blocks)
-        self._refuse_quantized()
+        self._refuse_quantized(state.model)
         if self.scores is not None:
             self._take_scores(self.scores)
         else:
@@ -167,7 +167,7 @@ class AttributionModifier(Modifier):
                 f"{free / 2**30:.2g} GiB are free: choose 'fisher', or a machine with more memory"
             )
 
-    def _refuse_quantized(self) -> None:
+    def _refuse_quantized(self, model: PreTrainedModel) -> None:
         before, _ = recipe_around(self)
         if quantizers := [type(other).__name__ for other in before if isinstance(other, QuantizationMixin)]:
             raise CoverageError(
@@ -179,7 +179,10 @@ class AttributionModifier(Modifier):
             for mlp in block.mlps
             for linear in projections(mlp).values()
         )
-        if quantized := next((name for name, linear in linears if is_module_quantized(linear)), None):
+        quantized = next((name for name, linear in linears if is_module_quantized(linear)), None)
+        if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+            quantized = f"{type(model).__name__} (by bitsandbytes)"
+        if quantized is not None:
             raise CoverageError(
                 f"{quantized} is quantized already: prune the 16-bit model, then quantize what is left"
             )

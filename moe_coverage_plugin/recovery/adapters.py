@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from llmcompressor.modeling.moe.linear_experts import ExpertMLP
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Linear, Module, Parameter
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
@@ -21,6 +21,7 @@ from moe_coverage_plugin.calibration.expert_blocks import (
 )
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recovery.options import RecoveryOptions
+from moe_coverage_plugin.surgery.nf4 import dense_weight
 
 NAME = "default"
 
@@ -70,10 +71,8 @@ class Adapters:
         for block in self.adapted:
             for mlp in block.mlps:
                 for name, adapted in _adapted(mlp).items():
-                    linear = adapted.get_base_layer()
-                    linear.weight = Parameter(merged_weight(adapted).to(linear.weight.dtype))
-                    setattr(mlp, name, linear)
-            del block.experts.peft_config
+                    setattr(mlp, name, _merged(adapted))
+            del block.experts.peft_config, block.experts.is_loaded_in_4bit
         for module in self._router_modules:
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
         for parameter in self.model.parameters():
@@ -137,6 +136,9 @@ def _adapt_experts(adapters: Adapters, block: ExpertBlock, options: RecoveryOpti
         use_dora=True,
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
+    # where peft looks whether layers of bitsandbytes are among them
+    experts: Any = block.experts
+    experts.is_loaded_in_4bit = getattr(adapters.model, "is_loaded_in_4bit", False)
     # into the experts, not the model, of which peft would take the experts for merged ones by its name
     inject_adapter_in_model(config, block.experts, NAME)
     adapters.adapted.append(block)
@@ -146,7 +148,7 @@ def _adapt_experts(adapters: Adapters, block: ExpertBlock, options: RecoveryOpti
                 # peft makes them in the weight's dtype, in which small steps would be lost
                 parameter.data = parameter.data.float()
                 adapters.experts[f"{block.name}.{index}.{projection}.{name}"] = parameter
-            weight_BA = adapted.get_base_layer().weight
+            weight_BA = dense_weight(adapted.get_base_layer())
             dora_parameters(adapted)[2].data = weight_BA.detach().float().norm(dim=1)
 
 
@@ -167,8 +169,21 @@ def dora_parameters(adapted: Any) -> tuple[Parameter, Parameter, Parameter]:
 def merged_weight(adapted: Any) -> Tensor:
     """What a projection multiplies by, in float32."""
     a_RA, b_BR, m_B = dora_parameters(adapted)
-    direction_BA = adapted.get_base_layer().weight.float() + adapted.scaling[NAME] * (b_BR @ a_RA)
+    direction_BA = dense_weight(adapted.get_base_layer()).float() + adapted.scaling[NAME] * (b_BR @ a_RA)
     return direction_BA * (m_B / row_norms(direction_BA))[:, None]
+
+
+def _merged(adapted: Any) -> Linear:
+    """The linear layer of a projection with its adapter in it, also where it was in 4 bits."""
+    linear = adapted.get_base_layer()
+    dtype = dense_weight(linear).dtype
+    if type(linear) is not Linear:
+        packed = linear
+        with torch.device("meta"):
+            linear = Linear(packed.in_features, packed.out_features, bias=packed.bias is not None)
+        linear.bias = packed.bias
+    linear.weight = Parameter(merged_weight(adapted).to(dtype))
+    return linear
 
 
 def row_norms(direction_BA: Tensor) -> Tensor:

@@ -39,14 +39,15 @@ def grouped_experts(blocks: Sequence[ExpertBlock]) -> Iterator[None]:
 
 
 def can_be_grouped(block: ExpertBlock) -> bool:
-    """Whether the experts are gated ones without biases that compute as the toolkit's container does."""
+    """Whether the experts are gated ones in 16 bit without biases that compute as the toolkit's container does."""
     standard = type(block.experts).forward is LinearExperts2D.forward
     gated = all("gate_proj" in projections(mlp) for mlp in block.mlps if expert_width(mlp))
     linears = block_linears(block)
     weight = linears[0].weight
     # cards multiply groups in bfloat16 only
     fits = not weight.is_cuda or (weight.dtype == torch.bfloat16 and linears[0].in_features % ALIGNMENT == 0)
-    return standard and gated and fits and all(linear.bias is None for linear in linears)
+    whole = weight.is_floating_point() and not hasattr(weight, "quant_state")
+    return standard and gated and whole and fits and all(linear.bias is None for linear in linears)
 
 
 class _Experts:

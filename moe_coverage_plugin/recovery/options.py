@@ -31,6 +31,8 @@ class RecoveryOptions(BaseModel):
         evaluate_every, save_every: steps between two points of the loss curve, and two states to resume from.
         checkpointing: compute activations a second time in the backward pass instead of keeping them.
         dtype: of the frozen weights and the result; the checkpoint's own where not given.
+        nf4: hold the frozen weights of a 16-bit checkpoint's experts in the NF4 of bitsandbytes, a quarter of the
+            memory, one expert computing after the other. The result has them rounded so, and what was learnt on top.
         seed: of the adapters' start and of the order of the text.
     """
 
@@ -57,6 +59,7 @@ class RecoveryOptions(BaseModel):
     save_every: int = Field(default=100, ge=1)
     checkpointing: bool = False
     dtype: Literal["bfloat16", "float32"] | None = None
+    nf4: bool = False
     seed: int = Field(default=0, ge=0, lt=2**20)
 
     @classmethod

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.offload import remove_dispatch
 from loguru import logger
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
 from moe_coverage_plugin.calibration.provenance import environment, routers_hash
@@ -29,6 +34,11 @@ from moe_coverage_plugin.recovery.training import Training, held_out_loss
 from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
 from moe_coverage_plugin.surgery.loading import load
 from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
+from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization
+from moe_coverage_plugin.tokenizer_files import has_tokenizer
+
+# matches the beginning of a module's name, if that is no projection of an expert
+NO_EXPERT = r"(?!.*\.experts\.\d+\.)"
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,10 @@ def finetune(
 ) -> Recovered:
     """Train adapters on a pruned checkpoint, merge them, and write a checkpoint of the same widths in 16 bit.
 
-    4-bit weights are decompressed first, stay frozen, and come out in 16 bit: quantize the result again. Under
-    ``torchrun`` or ``accelerate launch`` every rank holds the model and trains on its part of each step. A run that
-    was interrupted goes on when it is started again with the same arguments; on a CPU it ends with the same bits.
+    4-bit weights are decompressed first, stay frozen, and come out in 16 bit: quantize the result again. The option
+    ``nf4`` holds experts in 4 bits meanwhile. Under ``torchrun`` or ``accelerate launch`` every rank holds the model
+    and trains on its part of each step. A run that was interrupted goes on when it is started again with the same
+    arguments; on a CPU it ends with the same bits.
 
     Args:
         text: files of text or JSON lines, or a data set of text or ``input_ids``, to train on.
@@ -105,12 +116,11 @@ def finetune(
     source = _read(checkpoint, options, text, evaluation, field, tokenizer)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), joined_ranks() as ranks:
-        model = load(checkpoint, options.dtype and getattr(torch, options.dtype), trust_remote_code)
+        dtype = options.dtype and getattr(torch, options.dtype)
+        model = load(checkpoint, dtype, trust_remote_code, _nf4(checkpoint, options) if options.nf4 else None)
         _check_model(model, options)
         folder = WorkFolder(work, _identity(source, model, options, teacher, ranks))
         folder.check()
-        # what was decompressed is held by the toolkit's offload caches, which copy what is put into them
-        remove_dispatch(model)
         model.to(ranks.device)  # pyright: ignore[reportArgumentType] - a wrapped method
         guide = _open_teacher(teacher, model, trust_remote_code, ranks) if teacher is not None else None
         recovered = _train(model, guide, source, options, ranks, folder)
@@ -134,6 +144,11 @@ def _check(
             f"{checkpoint} has layout 'padded', whose zero channels training would fill: fine-tune a checkpoint of "
             "layout 'ragged' or 'uniform'"
         )
+    if options.nf4:
+        quantized = bool(_config_and_quantization(checkpoint).get("config_groups"))
+        check_config(_nf4(checkpoint, options), checkpoint, quantized)
+        if options.mode == "router":
+            raise CoverageError("mode='router' trains no expert, and nf4 would round them all: leave nf4 out")
     for each in (text, evaluation):
         if each is not None:
             check_files(each)
@@ -143,6 +158,17 @@ def _check(
         raise CoverageError(f"teacher {teacher} is no checkpoint: name the directory of the unpruned model")
     if teacher is not None and CONFIG_KEY in _config_and_quantization(Path(teacher)):
         raise CoverageError(f"teacher {teacher} is pruned itself: name the directory of the unpruned model")
+
+
+def _nf4(checkpoint: Path, options: RecoveryOptions) -> BitsAndBytesConfig:
+    """Experts in 4 bits, which compute in the dtype of the rest."""
+    dtype = options.dtype or read_json(checkpoint / "config.json").get("dtype")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=getattr(torch, str(dtype), None),
+        llm_int8_skip_modules=[NO_EXPERT],
+    )
 
 
 def _config_and_quantization(directory: Path) -> dict[str, Any]:
@@ -174,7 +200,7 @@ def _read(
 
 
 def _open_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not has_tokenizer(directory):
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -257,9 +283,15 @@ def _train(
         training = Training(model, adapters, guide, source.train.ids_WS, held_out_WS, options, ranks, folder)
         points = training.run(before)
     adapters.merge()
+    if options.nf4:
+        forget_quantization(model)
     after = held_out_loss(model, held_out_WS, options.batch_size, ranks)
     points.append({"step": training.steps, "held_out": after})
     return Recovered(points[0]["held_out"], after, points, ranks.first)
+
+
+def _trained_on(options: RecoveryOptions) -> str:
+    return "16-bit weights, those of experts rounded to NF4" if options.nf4 else "16-bit weights"
 
 
 def _record(
@@ -278,7 +310,7 @@ def _record(
         "evaluation": source.held_out.source,
         "evaluation_sha256": source.held_out.sha256,
         "teacher": None if teacher is None else str(teacher),
-        "trained_on": "decompressed 4-bit weights" if source.four_bits else "16-bit weights",
+        "trained_on": "decompressed 4-bit weights" if source.four_bits else _trained_on(options),
         "ranks": ranks.count,
         "steps": recovered.steps,
         "held_out_loss": [recovered.before, recovered.after],

@@ -83,6 +83,11 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
             raise CoverageError(
                 "push_to_hub=True would upload before the checkpoint is complete: save, then upload_folder"
             )
+        if getattr(model, "is_loaded_in_4bit", False):
+            raise CoverageError(
+                "weights in the 4 bits of bitsandbytes are made by load() and not saved, which no engine would open: "
+                f"keep {model.name_or_path}; for a 4-bit checkpoint end the recipe with a W4A16 quantizer"
+            )
         target = Path(save_directory)
         check_output(target)
         quantized = _is_quantized(model)

@@ -11,6 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
@@ -23,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -37,15 +39,22 @@ from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_mani
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.model_card import read_origin
+from moe_coverage_plugin.surgery.nf4 import check_config, quantize_linears
 from moe_coverage_plugin.surgery.router import mask_router
 from moe_coverage_plugin.weight_files import open_weights, weight_files
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: BitsAndBytesConfig | None = None,
+) -> PreTrainedModel:
     """Open a pruned checkpoint as a transformers model on the CPU whose experts have their own widths.
 
     4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout
-    again) and passed to ``oneshot`` to be quantized.
+    again) and passed to ``oneshot`` to be quantized. With a ``quantization_config`` it can be run and moved to a
+    device, but not saved.
 
     Args:
         path: checkpoint directory, one file or sharded.
@@ -53,10 +62,15 @@ def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: 
             as correction biases of routers, stays so.
         trust_remote_code: run Python files of the checkpoint that its config names as the model's code. Without it
             they are passed over where transformers has the architecture itself, and refused where it has not.
+        quantization_config: ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`` puts the linear
+            layers of a 16-bit checkpoint into the 4 bits of bitsandbytes, those of attention, too. Routers, gates of
+            shared experts and the output head are left out, and what its ``llm_int8_skip_modules`` adds to them. Every
+            width works, multiples of 64 have the faster kernels. Needs the extra ``nf4``.
 
     Raises:
         CoverageError: no pruned checkpoint, a damaged or incomplete one, a tensor missing, left over, or of another
-            shape than its manifest says, or code that is not trusted.
+            shape than its manifest says, code that is not trusted, or a ``quantization_config`` that cannot be
+            followed.
     """
     path = Path(path)
     if not (path / "config.json").is_file() or (manifest := Manifest.from_checkpoint(path)) is None:
@@ -66,6 +80,8 @@ def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: 
     files = weight_files(path)
     report = read_json(path / REPORT_NAME) if (path / REPORT_NAME).is_file() else {}
     config, quantization = _read_config(path, manifest, trust_remote_code)
+    if quantization_config is not None:
+        check_config(quantization_config, path, quantization is not None)
     stored_dtype = config.dtype
     if not isinstance(stored_dtype, torch.dtype):
         raise CoverageError(f"{path / 'config.json'} has dtype {stored_dtype!r}, which torch does not know")
@@ -74,11 +90,15 @@ def load(path: str | Path, dtype: torch.dtype | None = None, trust_remote_code: 
     _fill(model, files, dtype)
     if compressor is not None:
         compressor.decompress_model(model)
+        # the toolkit dispatched it: caches hand out copies on the accelerator, where a change of dtype would be lost
+        remove_dispatch(model)
         for module in model.modules():
             QuantizationMetadata.clear_quantization(module)
         dtype_of = _dtypes(model, dtype or stored_dtype)
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtype_of(name))
+    if quantization_config is not None:
+        quantize_linears(model, quantization_config)
     for block in find_expert_blocks(model):
         mask_router(block)
     if (path / "generation_config.json").is_file():

@@ -16,6 +16,7 @@ from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME, Manifest
+from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 CARD_NAME = "README.md"
 TAG = "moe-coverage"
@@ -139,7 +140,7 @@ def write_card(
         engines=_engines(manifest, schemes, open_to_all),
         opened=_opened(manifest, schemes, open_to_all),
         own_code="auto_map" in config,
-        tokenizer=any(directory.glob("tokenizer*")),
+        tokenizer=has_tokenizer(directory),
         recipe=_recipe(manifest.provenance.get("recipe")),
         origin=_made(directory, manifest.provenance),
         licence=_licence(origin),

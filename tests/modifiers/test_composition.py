@@ -143,11 +143,10 @@ import torch
 from harness import W4_GROUP_64, compress, logits, pruning
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
-# transformers resolves these aliases while the loader patches classes, and they need torchvision
-for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
-    del sys.modules[name]
+forget_lazy_modules()
 with load_quantizable_moe():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROUP_64)])), sys.argv[2])

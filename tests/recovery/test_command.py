@@ -17,7 +17,7 @@ def test_options_and_defaults_are_those_of_the_function():
         name.replace("-", "_"): (kind, default) for group in OPTIONS.values() for name, kind, default, _ in group
     }
     fields = RecoveryOptions.model_fields
-    assert offered.keys() | {"mode", "checkpointing", "dtype"} == fields.keys()
+    assert offered.keys() | {"mode", "checkpointing", "dtype", "nf4"} == fields.keys()
     for name, (kind, default) in offered.items():
         assert fields[name].default == default
         assert fields[name].annotation in (kind, kind | None)

@@ -14,7 +14,7 @@ from cycles import FAST, LENGTH, cycles
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from runs import W4, aligned, config_json, logits, prune, source, tensors
+from runs import SPARSITY, W4, aligned, config_json, logits, prune, source, tensors
 from safetensors.torch import save_file
 from tiny import save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -185,7 +185,7 @@ def test_a_balanced_load_is_worth_something(pruned, text, tmp_path, fast):
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "ernie4_5_moe", "granitemoe", "mixtral"])
 def test_families(family, text, tmp_path, fast):
-    prune(source(tmp_path / "in", family), tmp_path / "pruned")
+    prune(source(tmp_path / "in", family), tmp_path / "pruned", sparsity=SPARSITY.get(family, 0.4))
     finetune(tmp_path / "pruned", text, tmp_path / "out", fast.model_copy(update={"steps": 4}))
     before, after = tensors(tmp_path / "pruned"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()

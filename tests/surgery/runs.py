@@ -19,6 +19,8 @@ from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelP
 
 WIDTH = {"moe_intermediate_size": 128, "intermediate_size": 128}
 BLOCK = 32
+# of families whose group-limited routers need two live experts in each group
+SPARSITY = {"deepseek_v3": 0.2}
 W4: dict[str, Any] = {
     "config_groups": {
         "group_0": {

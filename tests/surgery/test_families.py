@@ -15,7 +15,7 @@ from llmcompressor.modeling.moe.conversion_mappings import get_linearize_load_ma
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
-from runs import W4, aligned, logits, prompt, prune, source, tensors
+from runs import SPARSITY, W4, aligned, logits, prompt, prune, source, tensors
 from tiny import CONFIGS, LISTED, add_tokenizer, save_model, seeing_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -33,8 +33,6 @@ FAMILIES = tuple(CONFIGS)
 # their published checkpoints hold all experts in one tensor, so stock engines find none of ours
 MERGED_ON_DISK = ("granitemoe", "gpt_oss")
 SINGLE_ON_DISK = tuple(family for family in FAMILIES if family not in MERGED_ON_DISK)
-# group-limited routers need two live experts in each group
-SPARSITY = {"deepseek_v3": 0.2}
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.offload.cache.cpu import CPUCache
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from runs import BLOCK, W4, config_json, logits, prune, source, tensors
+from runs import BLOCK, SPARSITY, W4, config_json, logits, prune, source, tensors
 from tiny import token_batches
 
 from moe_coverage_plugin import (
@@ -41,8 +42,6 @@ FAMILIES = (
     "minimax_m2",
     "qwen3_next",
 )
-# group-limited routers need two live experts in each group
-SPARSITY = {"deepseek_v3": 0.2}
 DATA: dict[str, Any] = {"dataset": token_batches(samples=4, length=16), "shuffle_calibration_samples": False}
 
 
@@ -64,6 +63,19 @@ def test_load_answers_like_the_model_in_memory(written):
     output, expected = written
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(logits(load(output)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dtype_changes_as_if_there_were_an_accelerator(written, monkeypatch):
+    """Where one is, the toolkit's caches hand out copies, and a model that they hold stays in its dtype silently."""
+    output, expected = written
+    monkeypatch.setattr(CPUCache, "onload", lambda _, tensor: None if tensor is None else tensor.clone())
+    model = load(output, torch.bfloat16)
+    held = {parameter.dtype for parameter in model.parameters()}
+    assert torch.bfloat16 in held
+    assert held <= {torch.bfloat16, torch.float32}  # what a family keeps in float32
+    assert {p.dtype for p in model.to(torch.float64).parameters()} == {torch.float64}
+    assert logits(model.to(torch.float32)).dtype == torch.float32
+    assert not torch.equal(logits(model), expected)
 
 
 def test_nothing_that_routes_is_in_four_bits(written):

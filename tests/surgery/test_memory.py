@@ -88,11 +88,10 @@ from pathlib import Path
 from compressed_tensors.offload import get_device_map, load_offloaded_model
 from llmcompressor import oneshot
 from llmcompressor.utils.dev import load_context
+from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
 from test_memory import OFFLOAD, job
 from transformers import AutoModelForCausalLM
-# transformers resolves these aliases while the loader patches classes, and they need torchvision
-for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
-    del sys.modules[name]
+forget_lazy_modules()
 source, out = map(Path, sys.argv[1:])
 for opening, bits in ((load_offloaded_model, 16), (load_context, 4)):
     output = out / f"offloaded_{bits}"

@@ -1,0 +1,406 @@
+"""NF4 by bitsandbytes beside W4A16: loss, bytes and speed in transformers, and what aligned widths do for it.
+
+Prunes a model by the recommended recipe and by the paper's, to exact widths and to blocks of 64, and opens what comes
+out in 16 bit, in NF4, and from a checkpoint in W4A16, which is decompressed. Experts are linear layers in the
+toolkit's container in every variant, the unpruned one, too: transformers alone keeps those of a layer in one tensor,
+which bitsandbytes leaves in 16 bit. Speeds are taken in rounds, in each of which every variant has its turn.
+
+    python -m benchmarks.nf4                       # the mini-MoE of this repository, on whatever there is
+    python -m benchmarks.nf4 --model testbed=DIR --calibration web=web.txt code=code.txt --evaluation wiki=wiki.txt
+    python -m benchmarks.nf4 --render
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tabulate import tabulate
+from torch import Tensor
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.allocation.bench import Bench, mean_loss, open_linear
+from benchmarks.allocation.recipes import BLOCKS, HAMILTON, PAPER, UNIFORM, Recipe, channels, recommended
+from benchmarks.allocation.sizes import BYTES_PER_NUMBER
+from benchmarks.allocation.tables import ALL_CORPORA, Setting
+from benchmarks.allocation.text import Source, calibration_pools, draw, evaluation_windows
+from benchmarks.commands import portable
+from benchmarks.markers import RESULTS, markers, write_between
+from benchmarks.plan import processor
+from moe_coverage_plugin import load
+from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+
+MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
+RESULT = Path(__file__).with_name("results") / "nf4.json"
+NAME = "nf4"
+PACKAGES = (
+    *("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers"),
+    *("bitsandbytes", "accelerate", "torch"),
+)
+NF4_BLOCK = 64
+SCALE_BYTES = 4
+NF4_BYTES = 0.5 + SCALE_BYTES / NF4_BLOCK
+"""Of a number, without double quantization."""
+PROMPT = 32
+
+PRUNINGS: dict[tuple[str, str], Callable[[float], Recipe]] = {
+    ("unpruned", "all"): lambda _p: channels(0.0, UNIFORM, BLOCKS),
+    ("recommended", "exact"): lambda p: recommended(p, None, reconstruct=True),
+    ("recommended", "64"): lambda p: recommended(p, BLOCKS, reconstruct=True),
+    ("paper", "exact"): lambda p: channels(p, PAPER),
+    ("paper", "64"): lambda p: channels(p, PAPER, HAMILTON),
+}
+WEIGHTS = ("16 bit", "NF4", "NF4, scales in 8 bit", "W4A16")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pruning and what its weights are in."""
+
+    method: str
+    widths: str
+    weights: str
+
+    @property
+    def bits(self) -> int:
+        """Of the checkpoint: NF4 is made of one in 16 bit."""
+        return 4 if self.weights == "W4A16" else 16
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of its directory."""
+        return f"{self.method}-{self.widths}-{self.bits}"
+
+    def open(self, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        """The model, which computes in ``dtype``."""
+        config = None
+        if self.weights.startswith("NF4"):
+            config = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=dtype,
+                bnb_4bit_use_double_quant="8 bit" in self.weights,
+            )
+        model = load(directory / self.checkpoint, dtype, quantization_config=config)
+        return model.to(device)  # pyright: ignore[reportArgumentType] - a wrapped method
+
+
+def variants() -> list[Variant]:
+    """All rows; groups of W4A16 do not fit exact widths."""
+    return [
+        Variant(method, widths, weights)
+        for method, widths in PRUNINGS
+        for weights in WEIGHTS
+        if not (widths == "exact" and weights == "W4A16") and not (method == "paper" and "8 bit" in weights)
+    ]
+
+
+def write_checkpoints(bench: Bench, args: argparse.Namespace, directory: Path, calibration: Any) -> None:
+    """One for every pruning in 16 bit, and where widths are blocks, in W4A16."""
+    written: set[str] = set()
+    for variant in variants():
+        if variant.checkpoint in written:
+            continue
+        written.add(variant.checkpoint)
+        recipe = PRUNINGS[variant.method, variant.widths](args.sparsity)
+        torch.manual_seed(args.seed)
+        setting = Setting(NAME, variant.checkpoint, variant.method, args.sparsity, recipe, variant.bits)
+        bench.compress(setting, calibration).save_pretrained(directory / variant.checkpoint)
+
+
+def stored_expert_bytes(checkpoint: Path) -> int:
+    """Of experts in the files; any number that is no packed integer counts 2 bytes, whatever it was computed in."""
+    total = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            tensors = (shard.get_tensor(name) for name in shard.keys() if ".experts." in name)  # noqa: SIM118
+            total += sum(t.numel() * BYTES_PER_NUMBER if t.is_floating_point() else t.nbytes for t in tensors)
+    return total
+
+
+def held_expert_bytes(model: PreTrainedModel) -> int:
+    """Of experts in memory, as :func:`stored_expert_bytes` counts; 4-bit ones with their scales and tables."""
+    held: dict[int, int] = {}
+    for block in find_expert_blocks(model):
+        for linear in block_linears(block):
+            for tensor in linear.parameters():
+                state = getattr(tensor, "quant_state", None)
+                if state is None:
+                    held[tensor.data_ptr()] = tensor.numel() * BYTES_PER_NUMBER
+                else:
+                    held |= {each.data_ptr(): each.nbytes for each in (tensor, *_state_tensors(state))}
+    return sum(held.values())
+
+
+def _state_tensors(state: Any) -> Iterable[Tensor]:
+    nested = (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
+    return (state.absmax, state.code, *nested)
+
+
+def padding(model: PreTrainedModel) -> dict[str, float]:
+    """What whole blocks of 64 numbers take beyond the numbers that there are, in NF4 with scales of 4 bytes.
+
+    Returns:
+        ``bytes`` of the experts' own numbers, and on top of them: ``held`` by bitsandbytes, whose blocks run on from
+        row to row; ``by_rows``, if every row began a block; ``by_channels``, if every expert were widened to whole
+        blocks. ``aligned`` is the share of live experts whose width is whole blocks.
+    """
+    numbers, held, by_rows, by_channels, widths = 0, 0, 0, 0, []
+    for block in find_expert_blocks(model):
+        widths += [width for width in block.widths if width]
+        for linear in block_linears(block):
+            rows, columns = linear.out_features, linear.in_features
+            numbers += rows * columns
+            held += _missing(rows * columns)
+            by_rows += rows * _missing(columns)
+            # of the two, hidden sizes are whole blocks
+            by_channels += rows * _missing(columns) + columns * _missing(rows)
+    return {
+        "bytes": numbers * NF4_BYTES,
+        "held": held * NF4_BYTES,
+        "by_rows": by_rows * NF4_BYTES,
+        "by_channels": by_channels * NF4_BYTES,
+        "aligned": statistics.mean(width % NF4_BLOCK == 0 for width in widths),
+    }
+
+
+def _missing(count: int) -> int:
+    """Numbers that a last block lacks."""
+    return -count % NF4_BLOCK
+
+
+def seconds_of(run: Callable[[PreTrainedModel], object], model: PreTrainedModel) -> float:
+    """Of one run, with all that a device still has to do."""
+    _finish()
+    start = time.perf_counter()
+    run(model)
+    _finish()
+    return time.perf_counter() - start
+
+
+def _finish() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@torch.inference_mode()
+def _forward(model: PreTrainedModel, ids_BS: Tensor) -> None:
+    model(input_ids=ids_BS, use_cache=False)
+
+
+def _decode(model: PreTrainedModel, ids_S: Tensor, tokens: int) -> None:
+    length: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+    model.generate(  # pyright: ignore[reportCallIssue]
+        input_ids=ids_S[None], attention_mask=torch.ones_like(ids_S)[None], do_sample=False, use_cache=True, **length
+    )
+
+
+def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Tokens/s of each model, and its ratio to the first: the median over rounds of the ratio within a round."""
+    ids_BS = ids_WS[: args.batch_size].to(args.device)
+    runs: dict[str, tuple[Callable[[PreTrainedModel], object], int]] = {
+        "forward": (lambda model: _forward(model, ids_BS), ids_BS.numel()),
+        "decode": (lambda model: _decode(model, ids_BS[0, :PROMPT], args.new_tokens), args.new_tokens),
+    }
+    measured: list[dict[str, float]] = [{} for _ in models]
+    for name, (run, tokens) in runs.items():
+        for model in models:
+            # kernels are compiled, tables are made
+            run(model)
+        rounds = [[seconds_of(run, model) for model in models] for _ in range(args.rounds)]
+        for index, figures in enumerate(measured):
+            figures[name] = tokens / statistics.median(seconds[index] for seconds in rounds)
+            figures[f"{name}_ratio"] = statistics.median(seconds[0] / seconds[index] for seconds in rounds)
+    return measured
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole job; figures and what they were made with."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(args.model[1])
+    evaluation = evaluation_windows(args.evaluation, args.calibration, tokenizer, args.windows)
+    calibration = draw(
+        calibration_pools(args.calibration, tokenizer), ALL_CORPORA, args.calibration_windows, args.seed
+    )
+    ids_WS = torch.cat([each.ids_WS for each in evaluation.values()])
+    dtype = getattr(torch, args.dtype)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        directory = Path(folder)
+        pristine = open_linear(args.model[1], torch.float32, args.device)
+        bench = Bench(pristine, tokenizer, evaluation, args.device, directory)
+        write_checkpoints(bench, args, directory, calibration)
+        del bench, pristine
+        for variant in variants():
+            model = variant.open(directory, torch.float32, args.device)
+            losses = {name: mean_loss(model, windows.ids_WS) for name, windows in evaluation.items()}
+            rows.append(
+                {
+                    "method": variant.method,
+                    "widths": variant.widths,
+                    "weights": variant.weights,
+                    "losses": losses,
+                    "channels": sum(sum(block.widths) for block in find_expert_blocks(model)),
+                    "stored_expert_bytes": stored_expert_bytes(directory / variant.checkpoint),
+                    "held_expert_bytes": held_expert_bytes(model),
+                    "padding": padding(model),
+                }
+            )
+            print(f"{variant.method}, {variant.widths}, {variant.weights}: {statistics.mean(losses.values()):.4f}")
+            del model
+            gc.collect()
+        models = [variant.open(directory, dtype, args.device) for variant in variants()]
+        for row, figures in zip(rows, measure_speeds(models, ids_WS, args), strict=True):
+            row["tokens_per_second"] = figures
+    cuda = args.device.type == "cuda"
+    return {
+        "model": args.model[0],
+        "device": torch.cuda.get_device_name() if cuda else f"{processor()}, threads: {torch.get_num_threads()}",
+        "command": portable("benchmarks.nf4", sys.argv[1:], {"--output", "--directory"}),
+        "versions": {package: version(package) for package in PACKAGES},
+        "seed": args.seed,
+        "sparsity": args.sparsity,
+        "dtype": args.dtype,
+        "calibration": calibration.description,
+        "evaluation": [each.description for each in evaluation.values()],
+        "batch": [len(ids_WS[: args.batch_size]), ids_WS.shape[1]],
+        "new_tokens": args.new_tokens,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
+
+
+def section(records: list[dict[str, Any]]) -> str:
+    """Markdown of all runs."""
+    return "\n\n".join(_run(record) for record in records)
+
+
+def _run(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
+    windows, length = record["batch"]
+    lines = [
+        f"### {record['model']}, {record['sparsity']:.0%} of the expert channels removed",
+        "\n".join(
+            (
+                f"- Device: {record['device']}.",
+                f"- Versions: {versions}.",
+                f"- Command: `{record['command']}`",
+                f"- Seed: {record['seed']}. Losses in float32, nats per token; speeds in {record['dtype']}.",
+                f"- Calibrated on {record['calibration']}.",
+                f"- Measured on {'; '.join(record['evaluation'])}.",
+                f"- Forward: {windows} windows of {length} tokens at once. Decode: {record['new_tokens']} tokens of "
+                f"one sequence, greedy. Medians of {record['rounds']} rounds; in brackets those over the first row.",
+            )
+        ),
+        _results_table(record["rows"]),
+        "Bytes that whole blocks of 64 numbers add to experts in NF4, as a share of their own:",
+        _padding_table(record["rows"]),
+    ]
+    return "\n\n".join(lines)
+
+
+def _results_table(rows: list[dict[str, Any]]) -> str:
+    base = statistics.mean(rows[0]["losses"].values())
+    table = []
+    for row in rows:
+        loss, speed = statistics.mean(row["losses"].values()), row["tokens_per_second"]
+        table.append(
+            [
+                f"{row['method']}, {row['widths']}",
+                row["weights"],
+                f"{loss:.4f}",
+                f"{loss - base:+.4f}",
+                f"{row['stored_expert_bytes'] / 1e6:.2f}",
+                f"{row['held_expert_bytes'] / 1e6:.2f}",
+                *(f"{speed[name]:,.0f} ({speed[f'{name}_ratio']:.2f})" for name in ("forward", "decode")),
+            ]
+        )
+    headers = [
+        *("pruned, widths", "weights", "loss", "rise", "experts on disk, MB", "in memory, MB"),
+        *("forward, tokens/s", "decode, tokens/s"),
+    ]
+    aligned = ("left", "left", *["right"] * (len(headers) - 2))
+    return tabulate(table, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def _padding_table(rows: list[dict[str, Any]]) -> str:
+    table = []
+    for row in rows:
+        if row["weights"] == "NF4":
+            pads = row["padding"]
+            shares = (f"{pads[name] / pads['bytes']:.2%}" for name in ("held", "by_rows", "by_channels"))
+            table.append(
+                [f"{row['method']}, {row['widths']}", f"{row['channels']:,}", f"{pads['aligned']:.0%}", *shares]
+            )
+    headers = [
+        *("pruned, widths", "channels", "experts of whole blocks", "bitsandbytes, as it is"),
+        *("if every row began a block", "if experts were widened to whole blocks"),
+    ]
+    aligned = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(table, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def write_results(result: Path) -> None:
+    """Put the runs of a result file into RESULTS.md."""
+    begin, end = markers(NAME)
+    introduction = f"## NF4 by bitsandbytes\n\nWritten by `python -m benchmarks.nf4 --render`.\n\n{begin}\n{end}\n"
+    write_between(RESULTS, NAME, introduction, section(json.loads(result.read_text())))
+
+
+def _model(argument: str) -> tuple[str, Path]:
+    name, separator, path = argument.rpartition("=")
+    return name if separator else Path(path).name, Path(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.nf4",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = {"type": Source.parse, "nargs": "+", "metavar": "NAME=FILE[@SKIP]"}
+    accelerator = torch.accelerator.current_accelerator()
+    parser.add_argument("--model", type=_model, default=("mini_moe", MINI_MOE), metavar="[NAME=]DIR")
+    parser.add_argument("--calibration", **source, default=[Source("calibration", MINI_MOE / "calibration.txt")])
+    parser.add_argument("--evaluation", **source, default=[Source("heldout", MINI_MOE / "heldout.txt")])
+    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
+    parser.add_argument("--calibration-windows", type=int, default=96, help="drawn from the calibration texts")
+    parser.add_argument("--sparsity", type=float, default=0.25)
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at once where speed is measured")
+    parser.add_argument("--new-tokens", type=int, default=32, help="decoded where speed is measured")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="float32" if accelerator is None else "bfloat16",
+        help="to measure speed in; many CPUs compute in float32 only",
+    )
+    parser.add_argument("--directory", type=Path, help="for checkpoints, which are removed at the end")
+    parser.add_argument("--output", type=Path, default=RESULT, help="JSON; runs are added to it")
+    parser.add_argument("--render", action="store_true", help="measure nothing, write RESULTS.md")
+    args = parser.parse_args()
+    if args.render:
+        write_results(args.output)
+        return
+    record = measure(args)
+    records = json.loads(args.output.read_text()) if args.output.exists() else []
+    write_atomically(args.output, (json.dumps([*records, record], indent=1) + "\n").encode())
+    print(_run(record))
+
+
+if __name__ == "__main__":
+    main()
