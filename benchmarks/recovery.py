@@ -2,7 +2,8 @@
 
 Prunes a model by the recommended recipe, without quantization, on windows drawn from the texts to train on; measures
 the unpruned and the pruned model; fine-tunes for about the given time, loading, measuring and saving included; and
-measures what was written. The number of steps follows from a few steps that are timed first.
+measures what was written. The number of steps follows from a few steps that are timed first, and may be limited by how
+often the text is gone through, since a card is done with a small text in seconds.
 
     python -m benchmarks.recovery --minutes 2          # the mini-MoE of this repository, on whatever there is
     python -m benchmarks.recovery --model testbed=DIR --train web=web.txt code=code.txt --evaluation wiki=wiki.txt \\
@@ -38,6 +39,7 @@ from benchmarks.markers import RESULTS, markers, write_between
 from benchmarks.plan import processor
 from moe_coverage_plugin import RecoveryOptions, finetune, load, recommended_recipe
 from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recovery import Recovered
 
 MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
@@ -45,7 +47,10 @@ RESULT = Path(__file__).with_name("results") / "recovery.json"
 NAME = "recovery"
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "peft", "torch")
 BATCH = 8
-TIMED_STEPS = 6
+# also the points of the loss curve, so that the timed steps are measured and kept as often as those of the run
+TIMED_STEPS = 8
+# the curve is measured on one window of so many, or it would take longer than a short run itself
+CURVE_SHARE = 4
 # of the time that is left after what takes no step, so that the limit holds
 SHARE = 0.95
 
@@ -76,7 +81,10 @@ def losses(model: PreTrainedModel, evaluation: dict[str, Windows], device: torch
 
 
 def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
-    """Steps that fit into a time, from a short run: what it spent outside of its steps will be spent again."""
+    """Steps that fit into a time, from a short run that measures and keeps its state after each of its steps.
+
+    What it spent outside of its steps will be spent again, see :func:`run_options`.
+    """
     seconds = [point["seconds"] for point in probe.points if "seconds" in point]
     # the first steps also make what later ones find
     per_step = statistics.median(seconds[len(seconds) // 2 :])
@@ -84,14 +92,36 @@ def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
     return max(1, math.floor(SHARE * (60 * minutes - outside) / per_step))
 
 
+def run_options(args: argparse.Namespace, steps: int) -> RecoveryOptions:
+    """Options of a run, which stops to be measured and kept as often as the timed one, whatever its length.
+
+    Raises:
+        CoverageError: an option that there is not, or one that the benchmark itself decides.
+    """
+    between = math.ceil(steps / TIMED_STEPS)
+    own = {
+        "sequence_length": WINDOW,
+        "seed": args.seed,
+        "steps": steps,
+        "evaluate_every": between,
+        "save_every": between,
+    }
+    if taken := sorted(own.keys() & args.option.keys()):
+        raise CoverageError(f"option {taken[0]} is the benchmark's own: leave it out")
+    return RecoveryOptions.checked(**own, **args.option)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole job; figures and what they were made with."""
+    probe_options = run_options(args, TIMED_STEPS)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(args.model[1])
     evaluation = evaluation_windows(args.evaluation, args.train, tokenizer, args.windows)
     pools = calibration_pools(args.train, tokenizer)
     calibration = draw(pools, ALL_CORPORA, args.calibration_windows, args.seed)
     text = Dataset.from_dict({"input_ids": torch.cat(list(pools.values())).tolist()})
-    curve = Dataset.from_dict({"input_ids": torch.cat([each.ids_WS for each in evaluation.values()]).tolist()})
+    curve = Dataset.from_dict(
+        {"input_ids": torch.cat([each.ids_WS[::CURVE_SHARE] for each in evaluation.values()]).tolist()}
+    )
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         directory = Path(folder)
         prune(args.model[1], directory / "pruned", calibration, args)
@@ -103,23 +133,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         del unpruned
         gc.collect()
 
-        def run(output: Path, steps: int) -> tuple[Recovered, float]:
-            options = RecoveryOptions.checked(
-                sequence_length=WINDOW,
-                seed=args.seed,
-                steps=steps,
-                evaluate_every=max(TIMED_STEPS, steps // 4),
-                **args.option,
-            )
+        def run(output: Path, options: RecoveryOptions) -> tuple[Recovered, float]:
             teacher = args.model[1] if args.teach else None
             start = time.perf_counter()
             done = finetune(directory / "pruned", text, output, options, evaluation=curve, teacher=teacher)
             return done, time.perf_counter() - start
 
-        steps = fitting_steps(*run(directory / "probe", TIMED_STEPS), args.minutes)
-        done, seconds = run(directory / "recovered", steps)
+        steps = fitting_steps(*run(directory / "probe", probe_options), args.minutes)
+        if args.epochs is not None:
+            windows_per_step = probe_options.batch_size * probe_options.accumulation
+            steps = min(steps, math.ceil(args.epochs * len(text) / windows_per_step))
+        options = run_options(args, steps)
+        done, seconds = run(directory / "recovered", options)
         figures["recovered"] = losses(load(directory / "recovered", torch.float32), evaluation, args.device)
-    options = RecoveryOptions.checked(sequence_length=WINDOW, seed=args.seed, steps=steps, **args.option)
     return {
         "model": args.model[0],
         "device": torch.cuda.get_device_name() if args.device.type == "cuda" else processor(),
@@ -139,6 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": steps * options.batch_size * options.accumulation * WINDOW,
         "losses": figures,
         "recovered_share": recovered_share(figures),
+        "curve_share": CURVE_SHARE,
         "curve": [point for point in done.points if "held_out" in point],
     }
 
@@ -171,8 +198,11 @@ def _run(record: dict[str, Any]) -> str:
         colalign=("left", *["right"] * (len(texts) + 2)),
     )
     curve = ", ".join(f"{point['step']}: {point['held_out']:.4f}" for point in record["curve"])
+    share = record["curve_share"]
+    part = "all windows" if share == 1 else f"one window of {share}"
     lines = [
-        f"### {record['model']}, {record['sparsity']:.0%} of the expert channels removed",
+        f"### {record['model']}, {record['sparsity']:.0%} of the expert channels removed, trained on "
+        + ("the unpruned model's logits" if record["teacher"] else "text alone"),
         "\n".join(
             (
                 f"- Device: {record['device']}.",
@@ -192,7 +222,7 @@ def _run(record: dict[str, Any]) -> str:
             )
         ),
         table,
-        f"Loss of the model in training on all texts of the table, by step: {curve}.",
+        f"Loss of the model in training on {part} of these texts, by step: {curve}.",
     ]
     return "\n\n".join(lines)
 
@@ -237,6 +267,9 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole fine-tuning")
+    parser.add_argument(
+        "--epochs", type=float, help="of the text to train on, at most, even if there is time for more"
+    )
     parser.add_argument("--teach", action="store_true", help="learn from the unpruned model's logits")
     parser.add_argument(
         "--option",

@@ -26,7 +26,7 @@ def words(count: int, seed: int) -> str:
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-MoE: 2 layers of 8 experts with 192 channels, top-2, hidden size 128; text beside it."""
     path = tmp_path_factory.mktemp("tiny") / "qwen3_moe"
-    save_model(path, num_hidden_layers=LAYERS, moe_intermediate_size=CHANNELS)
+    save_model(path, num_hidden_layers=LAYERS, moe_intermediate_size=CHANNELS, max_position_embeddings=512)
     add_tokenizer(path)
     (path / "calibration.txt").write_text(words(5 * 512, seed=1))
     (path / "heldout.txt").write_text(words(2 * 512, seed=2))
