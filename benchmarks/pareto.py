@@ -1,0 +1,40 @@
+"""Draws the README's picture, loss against bytes, from rows that `benchmarks.allocation` measured.
+
+python -m benchmarks.pareto
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from moe_coverage_plugin.report.pareto import read_results, write_pareto
+
+RESULTS = Path(__file__).with_name("results") / "qwen3_moe_85m.jsonl"
+PICTURE = Path(__file__).with_name("pareto.png")
+TABLE = "sweep"
+METHODS = ("unpruned", "recommended + reconstruct", "paper", "REAP", "uniform width")
+BITS = (16, 4)
+# beyond, the lines of all methods are steep
+MOST_REMOVED = 0.5
+
+
+def main() -> None:
+    rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
+    shown = [
+        json.dumps(row)
+        for row in rows
+        if row["table"] == TABLE
+        and row["method"] in METHODS
+        and row["bits"] in BITS
+        and row["sparsity"] <= MOST_REMOVED
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / RESULTS.name
+        file.write_text("\n".join(shown), encoding="utf-8")
+        write_pareto(read_results(file), PICTURE)
+
+
+if __name__ == "__main__":
+    main()
