@@ -22,8 +22,14 @@ COMMANDS = [
     for line in block.replace("\\\n", " ").splitlines()
 ]
 CHANNELS = 4 * 16 * 384
+COMPARED = ("benchmarks/testbed/mini_moe", "out/pruned", "out/recovered")
 # what the examples take where the tutorial leaves it to them
-FEW = {"prune.py": "--windows 2 --window-tokens 32", "prune_and_quantize.py": "--windows 2 --window-tokens 32"}
+FEW = {
+    "prune.py": "--windows 2 --window-tokens 32",
+    "prune_and_quantize.py": "--windows 2 --window-tokens 32",
+    "fine_tune.py": "--steps 4 --window-tokens 32",
+    "evaluate.py": "--documents 4",
+}
 
 
 def shortened(command: str) -> str:
@@ -40,7 +46,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     for folder in ("benchmarks", "examples"):
         (place / folder).symlink_to(REPOSITORY / folder)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    cache = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(place / "datasets")}
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | cache
     outputs = {}
     for command in COMMANDS:
         line = shortened(command)
@@ -135,3 +142,26 @@ def test_scores_of_ones_own_decide(printed: dict[str, str]) -> None:
     manifest = Manifest.from_checkpoint("out/own")
     assert manifest is not None
     assert list(manifest.widths.values()) == widths.tolist()
+
+
+def test_fine_tuning_keeps_widths_and_loses_less(printed: dict[str, str]) -> None:
+    told = re.search(r"Held-out loss ([\d.]+), after 4 steps ([\d.]+)", output(printed, "/fine_tune.py"))
+    assert told is not None
+    assert float(told[2]) < float(told[1])
+    before, after = map(Manifest.from_checkpoint, ("out/pruned", "out/recovered"))
+    assert before is not None
+    assert after is not None
+    assert after.widths == before.widths
+    assert (Path("out/recovered") / "moe_coverage_recovery.jsonl").is_file()
+
+
+def test_evaluation_compares_bytes_text_and_answers(printed: dict[str, str]) -> None:
+    table = [re.split(r"  +", line.strip()) for line in output(printed, "/evaluate.py").splitlines()]
+    (header,) = [index for index, row in enumerate(table) if row[0] == "task"]
+    assert table[header] == ["task", "mini_moe", "pruned", "change", "recovered", "change"]
+    rows = {row[0]: row[1:] for row in table[header + 2 :]}
+    assert {"weights, MiB", "prose bits_per_byte ↓", "quiz acc ↑"} <= rows.keys()
+    sizes = [sum(file.stat().st_size for file in Path(each).glob("*.safetensors")) / 2**20 for each in COMPARED]
+    stored, bits = ([rows[name][column] for column in (0, 1, 3)] for name in ("weights, MiB", "prose bits_per_byte ↓"))
+    assert stored == [f"{size:.2f}" for size in sizes]
+    assert float(bits[0]) < float(bits[2]) < float(bits[1])

@@ -129,8 +129,8 @@ def make(name: str, directory: Path, workspace: Path) -> None:
 def expected(checkpoint: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``.
 
-    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own. ``bfloat16_shaken``, ``[DRAWS, 63]``,
-    is computed in bfloat16 by layers that round otherwise, as they do in another right implementation.
+    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own. ``bfloat16_shaken``, as many as
+    ``DRAWS``: in bfloat16 by layers that round otherwise, as they do in another right implementation.
     """
     prompt_ids = torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7))
     trusted = "auto_map" in (checkpoint / "config.json").read_text()
