@@ -147,10 +147,10 @@ class CoverageConfig(CompressedTensorsConfig):
     ) -> CompressedTensorsLinearMethod | DecompressedLinearMethod:
         if not isinstance(scheme, CompressedTensorsWNA16):
             return method
-        if scheme.num_bits != 4 or not scheme.symmetric:
+        if scheme.num_bits != 4:
             raise CoverageError(
-                f"{prefix} has {scheme.num_bits}-bit {'' if scheme.symmetric else 'asymmetric '}weights, this build "
-                "of vLLM lacks the operator and only symmetric 4-bit weights can be decompressed at load: use a build "
+                f"{prefix} has {scheme.num_bits}-bit weights, this build of vLLM lacks the operator and only 4-bit "
+                "weights can be decompressed at load: use a build "
                 f"with {compat.VLLM_CPU_LINEAR_OPERATOR}, or quantize with W4A16"
             )
         return DecompressedLinearMethod(scheme)

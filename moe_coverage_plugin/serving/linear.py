@@ -11,14 +11,14 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
 from moe_coverage_plugin.serving import compat
-from moe_coverage_plugin.serving.packing import dequantize
+from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 
 
 class DecompressedLinearMethod(LinearMethodBase):
     """Loads what the checkpoint holds, then keeps plain weights: right, at four times the memory of these layers.
 
     Args:
-        scheme: vLLM's symmetric 4-bit scheme, which knows how its parameters are loaded and sharded.
+        scheme: vLLM's 4-bit scheme, which knows how its parameters are loaded and sharded.
     """
 
     def __init__(self, scheme: CompressedTensorsWNA16) -> None:
@@ -52,8 +52,13 @@ class DecompressedLinearMethod(LinearMethodBase):
         packed: Any = layer.weight_packed
         scale: Any = layer.weight_scale
         columns: Any = layer.input_size_per_partition
-        weight = dequantize(packed.data, scale.data, columns)
-        for name in ("weight_packed", "weight_scale", "weight_shape"):
+        names, zero_point = ["weight_packed", "weight_scale", "weight_shape"], None
+        if not self.scheme.symmetric:
+            words: Any = layer.weight_zero_point
+            zero_point = unpack_zero_points(words.data, len(packed))
+            names.append("weight_zero_point")
+        weight = dequantize(packed.data, scale.data, columns, zero_point)
+        for name in names:
             delattr(layer, name)
         layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
         self.plain.process_weights_after_loading(layer)

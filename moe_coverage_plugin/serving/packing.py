@@ -1,6 +1,7 @@
 """4-bit weights as compressed-tensors stores them (``pack-quantized``): eight nibbles to an int32 word.
 
-Values -8..7 are stored plus 8, the first column in the lowest nibble, packed along the input dimension.
+Values -8..7 are stored plus 8, the first column in the lowest nibble, packed along the input dimension. Zero points,
+in the same range, are packed along the output dimension.
 """
 
 import torch
@@ -29,13 +30,21 @@ def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return (nibbles.flatten(-2)[:, :columns] - _OFFSET).to(torch.int8)
 
 
-def dequantize(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
-    """Weights of symmetric group or channel quantization, ``value * scale`` in the dtype of the scales.
+def unpack_zero_points(packed: torch.Tensor, rows: int) -> torch.Tensor:
+    """int8 ``[rows, groups]`` of packed words ``[packed_columns(rows), groups]``."""
+    return unpack_int4(packed.t(), rows).t()
+
+
+def dequantize(
+    packed: torch.Tensor, scale: torch.Tensor, columns: int, zero_point: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Weights of group or channel quantization, ``(value - zero point) * scale`` in the dtype of the scales.
 
     Args:
         packed: int32 ``[rows, packed_columns(columns)]``.
         scale: floating ``[rows, groups]``, ``columns`` a multiple of ``groups``; one group is channel quantization.
         columns: input dimension.
+        zero_point: int8 ``[rows, groups]``, of asymmetric quantization.
 
     Returns:
         ``[rows, columns]`` in the dtype of ``scale``.
@@ -44,4 +53,7 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torch
     values = unpack_int4(packed, columns).to(scale.dtype)
     if columns == 0:
         return values
-    return (values.view(rows, groups, columns // groups) * scale.unsqueeze(-1)).view(rows, columns)
+    values = values.view(rows, groups, columns // groups)
+    if zero_point is not None:
+        values = values - zero_point.to(scale.dtype).unsqueeze(-1)
+    return (values * scale.unsqueeze(-1)).view(rows, columns)

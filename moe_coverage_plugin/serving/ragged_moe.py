@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_coverage_plugin.serving.packing import dequantize
+from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 from moe_coverage_plugin.serving.scheme import ExpertScheme
-from moe_coverage_plugin.serving.storage import ExpertShapes, Part
+from moe_coverage_plugin.serving.storage import ZERO_POINT, ExpertShapes, Part
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class RaggedWeights(NamedTuple):
-    """Flat parameters of a layer's experts; scales where the weights are packed, biases where there are any."""
+    """Flat parameters of a layer's experts; scales where the weights are packed, the others where there are any."""
 
     w13: Tensor
     w2: Tensor
@@ -30,6 +30,8 @@ class RaggedWeights(NamedTuple):
     w2_scale: Tensor | None = None
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    w13_zero_point: Tensor | None = None
+    w2_zero_point: Tensor | None = None
 
 
 @torch.library.custom_op("moe_coverage::ragged_moe", mutates_args=())
@@ -43,6 +45,8 @@ def ragged_moe(
     w2_scale: Tensor | None,
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
+    w13_zero_point: Tensor | None,
+    w2_zero_point: Tensor | None,
     widths_E: list[int],
     group_size: int,
     activation: str,
@@ -59,6 +63,7 @@ def ragged_moe(
         w13, w2: flat weights in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH``, or int32 words.
         w13_scale, w2_scale: flat scales of packed weights.
         w13_bias, w2_bias: flat biases.
+        w13_zero_point, w2_zero_point: flat zero points of packed weights that are asymmetric, as words.
         widths_E: channels of each expert on this rank.
         group_size: input channels per scale, 0 for one scale per row.
         activation: a key of ``ACTIVATIONS``.
@@ -67,9 +72,9 @@ def ragged_moe(
     Returns:
         ``y_TH`` in the dtype of ``x_TH``, accumulated in float32.
     """
-    scheme = ExpertScheme(16 if w13_scale is None else 4, group_size or None)
+    scheme = ExpertScheme(16 if w13_scale is None else 4, group_size or None, w13_zero_point is not None)
     shapes = ExpertShapes(tuple(widths_E), x_TH.shape[-1], scheme)
-    weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point)
     known = not (x_TH.is_cuda and torch.cuda.is_current_stream_capturing())
     act_fn = ACTIVATIONS[activation]
     return routed_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, shapes, act_fn, weight_on_input, known)
@@ -115,17 +120,25 @@ def routed_experts(
 def _expert_forward(
     x_NH: Tensor, weights: RaggedWeights, shapes: ExpertShapes, expert: int, act_fn: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    gate_up = _linear(x_NH, weights.w13, weights.w13_scale, weights.w13_bias, "w13", shapes, expert)
+    gate_up = _linear(x_NH, weights, "w13", shapes, expert)
     gate, up = gate_up.split(shapes.widths_E[expert], dim=-1) if shapes.widths_E[expert] else (gate_up, gate_up)
-    return _linear(act_fn(gate) * up, weights.w2, weights.w2_scale, weights.w2_bias, "w2", shapes, expert)
+    return _linear(act_fn(gate) * up, weights, "w2", shapes, expert)
 
 
-def _linear(
-    x: Tensor, flat: Tensor, scale: Tensor | None, bias: Tensor | None, part: Part, shapes: ExpertShapes, expert: int
-) -> Tensor:
-    if scale is None:
-        weight = shapes.matrix(flat, part, "weight", expert)
-    else:
-        packed = shapes.matrix(flat, part, "weight_packed", expert)
-        weight = dequantize(packed, shapes.matrix(scale, part, "weight_scale", expert), x.shape[-1])
+def _linear(x: Tensor, weights: RaggedWeights, part: Part, shapes: ExpertShapes, expert: int) -> Tensor:
+    bias = getattr(weights, f"{part}_bias")
+    weight = _weight(weights, part, shapes, expert, x.shape[-1])
     return F.linear(x, weight, None if bias is None else shapes.matrix(bias, part, "bias", expert).squeeze(-1))
+
+
+def _weight(weights: RaggedWeights, part: Part, shapes: ExpertShapes, expert: int, columns: int) -> Tensor:
+    flat, scale, zero_point = (getattr(weights, f"{part}{kind}") for kind in ("", "_scale", "_zero_point"))
+    if scale is None:
+        return shapes.matrix(flat, part, "weight", expert)
+    packed = shapes.matrix(flat, part, "weight_packed", expert)
+    scale = shapes.matrix(scale, part, "weight_scale", expert)
+    if zero_point is not None:
+        words = shapes.matrix(zero_point, part, ZERO_POINT, expert)
+        halves = words.chunk(2) if part == "w13" else (words,)
+        zero_point = torch.cat([unpack_zero_points(half, len(packed) // len(halves)) for half in halves])
+    return dequantize(packed, scale, columns, zero_point)

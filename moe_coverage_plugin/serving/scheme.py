@@ -19,12 +19,14 @@ class ExpertScheme:
     """Storage of expert weights.
 
     Attributes:
-        bits: 16 for plain weights of any floating dtype, 4 for packed symmetric integers.
+        bits: 16 for plain weights of any floating dtype, 4 for packed integers.
         group_size: input channels that share a scale; ``None`` for one scale per output channel and for plain weights.
+        zero_points: whether the integers are asymmetric, with a zero point beside every scale.
     """
 
     bits: int = 16
     group_size: int | None = None
+    zero_points: bool = False
 
     @property
     def shard_unit(self) -> int:
@@ -67,15 +69,13 @@ def expert_scheme(entry: Entry) -> ExpertScheme | str:
         return f"format {entry.get('format')!r}"
     if entry.get("input_activations") is not None:
         return "quantized activations"
-    if not weights.symmetric:
-        return "asymmetric weights"
     if order in ("group", "dynamic"):
         return f"activation order {order!r}, which permutes columns by g_idx"
     if strategy not in ("group", "channel"):
         return f"strategy {strategy!r}"
     if strategy == "group" and weights.group_size % 8:
         return f"group size {weights.group_size}, which is no multiple of 8"
-    return ExpertScheme(bits=4, group_size=weights.group_size if strategy == "group" else None)
+    return ExpertScheme(4, weights.group_size if strategy == "group" else None, not weights.symmetric)
 
 
 def supported_scheme(name: str, widths: Sequence[int], entry: Entry) -> ExpertScheme:
@@ -87,8 +87,8 @@ def supported_scheme(name: str, widths: Sequence[int], entry: Entry) -> ExpertSc
     scheme = expert_scheme(entry)
     if isinstance(scheme, str):
         raise CoverageError(
-            f"{name} has {scheme}, experts of unequal width are served in 16 bits or as symmetric int4 weights with "
-            "group or channel scales (pack-quantized): quantize the pruned model again, for example with W4A16"
+            f"{name} has {scheme}, experts of unequal width are served in 16 bits or as int4 weights with group or "
+            "channel scales (pack-quantized): quantize the pruned model again, for example with W4A16"
         )
     for expert, width in enumerate(widths):
         if scheme.group_size and width % scheme.group_size:
@@ -103,7 +103,10 @@ def _describe(entry: Entry) -> str:
     scheme = expert_scheme(entry)
     if isinstance(scheme, str):
         return f"with {scheme}"
-    return "in 16 bits" if scheme.bits == 16 else f"in 4 bits with group size {scheme.group_size}"
+    if scheme.bits == 16:
+        return "in 16 bits"
+    zeros = " and zero points" if scheme.zero_points else ""
+    return f"in 4 bits with group size {scheme.group_size}{zeros}"
 
 
 def _value(field: Any) -> Any:

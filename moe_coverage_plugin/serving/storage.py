@@ -12,7 +12,7 @@ import torch
 
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.parallelism import rank_ranges
-from moe_coverage_plugin.serving.packing import packed_columns
+from moe_coverage_plugin.serving.packing import NIBBLES, packed_columns
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 Part = Literal["w13", "w2"]
@@ -23,6 +23,8 @@ UP: str = "w3"
 DOWN: str = "w2"
 """vLLM's names of the projections that a loader is called with."""
 
+ZERO_POINT = "weight_zero_point"
+OF_GROUPS = ("weight_scale", ZERO_POINT)
 NAMES_IN_MESSAGE = 4
 
 
@@ -31,7 +33,8 @@ class ExpertShapes:
     """Shapes of the matrices of a layer's experts: ``N[e]`` channels each, hidden size ``H``.
 
     A flat tensor holds one kind of matrix of all experts: ``w13`` ``[2 N, columns(H)]`` or ``w2`` ``[H, columns(N)]``.
-    A column is a channel of ``weight``, eight of ``weight_packed``, a group of ``weight_scale``, all of ``bias``.
+    A column is a channel of ``weight``, eight of ``weight_packed``, a group of ``weight_scale``, all of ``bias``. Of
+    ``weight_zero_point`` a column is a group, and a row holds eight output channels, of gate and of up by themselves.
     """
 
     widths_E: tuple[int, ...]
@@ -42,7 +45,7 @@ class ExpertShapes:
         """Columns that ``channels`` input channels take."""
         if tensor == "weight_packed":
             return packed_columns(channels)
-        if tensor == "weight_scale" and self.scheme.group_size:
+        if tensor in OF_GROUPS and self.scheme.group_size:
             return channels // self.scheme.group_size
         return channels if tensor == "weight" else 1
 
@@ -50,8 +53,14 @@ class ExpertShapes:
         """Shape of one expert's matrix; a removed expert has none, save zeros in place of its down bias."""
         width = self.widths_E[expert]
         if part == "w13":
-            return 2 * width, self.columns(tensor, self.hidden)
-        return self.hidden, 0 if width == 0 and tensor != "bias" else self.columns(tensor, width)
+            return 2 * self.rows(tensor, width), self.columns(tensor, self.hidden)
+        columns = 0 if width == 0 and tensor != "bias" else self.columns(tensor, width)
+        return self.rows(tensor, self.hidden), columns
+
+    @staticmethod
+    def rows(tensor: str, channels: int) -> int:
+        """Rows that ``channels`` output channels take."""
+        return packed_columns(channels) if tensor == ZERO_POINT else channels
 
     def matrix(self, flat: torch.Tensor, part: Part, tensor: str, expert: int) -> torch.Tensor:
         """One expert's matrix, a view of the flat tensor."""
@@ -120,6 +129,8 @@ class ExpertStorage:
         if self.stored.scheme.bits == 4:
             # The shapes are checked against the widths and not kept: their parameters are empty.
             dtypes = {"weight_packed": torch.int32, "weight_scale": dtype, "weight_shape": torch.int64}
+        if self.stored.scheme.zero_points:
+            dtypes[ZERO_POINT] = torch.int32
         if has_bias:
             dtypes["bias"] = dtype
         alive = [expert for expert, width in enumerate(self.stored.widths_E) if width]
@@ -134,9 +145,11 @@ class ExpertStorage:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of weights, scales and biases, in the order in which forward passes take them; not all need exist."""
+        """Names of weights, scales, biases and zero points, in the order of forward passes; not all need exist."""
         tensor = "weight" if self.stored.scheme.bits == 16 else "weight_packed"
-        return tuple(f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias") for part in ("w13", "w2"))
+        return tuple(
+            f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias", ZERO_POINT) for part in ("w13", "w2")
+        )
 
     def parameters(self, layer: torch.nn.Module) -> tuple[Any, ...]:
         """The parameters under these names, ``None`` for those that the layer does not have."""
@@ -207,13 +220,16 @@ class ExpertStorage:
         rows, channels = (hidden, width) if shard_id == DOWN else (width, hidden)
         if tensor == "bias":
             return (rows,)
-        return rows, channels if tensor == "weight_shape" else self.stored.columns(tensor, channels)
+        if tensor == "weight_shape":
+            return rows, channels
+        return self.stored.rows(tensor, rows), self.stored.columns(tensor, channels)
 
     def _matrix(self, flat: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
         if shard_id == DOWN:
             return self.local.matrix(flat, "w2", tensor, expert)
-        gate_up, width = self.local.matrix(flat, "w13", tensor, expert), self.local.widths_E[expert]
-        return gate_up[:width] if shard_id == GATE else gate_up[width:]
+        gate_up = self.local.matrix(flat, "w13", tensor, expert)
+        rows = self.local.rows(tensor, self.local.widths_E[expert])
+        return gate_up[:rows] if shard_id == GATE else gate_up[rows:]
 
     def _part_of_rank(self, stored: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
         start, stop = self.ranges_E[expert]
@@ -222,9 +238,11 @@ class ExpertStorage:
             stored = stored if shard_id != DOWN or self.rank == 0 else torch.zeros_like(stored)
             stored = stored.unsqueeze(-1)
         if shard_id != DOWN:
-            return stored[start:stop]
+            # what is dealt begins with a whole word
+            first = start // NIBBLES if tensor == ZERO_POINT else start
+            return stored[first : first + self.local.rows(tensor, stop - start)]
         columns = self.local.shape("w2", tensor, expert)[1]
-        one_for_all = tensor == "bias" or (tensor == "weight_scale" and self.stored.scheme.group_size is None)
+        one_for_all = tensor == "bias" or (tensor in OF_GROUPS and self.stored.scheme.group_size is None)
         first = 0 if one_for_all else self.stored.columns(tensor, start)
         return stored[:, first : first + columns]
 

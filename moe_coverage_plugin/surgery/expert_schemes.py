@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from moe_coverage_plugin.manifest import CoverageError
 
-REMEDY = "engines serve experts of unequal width in 16 bits or as symmetric 4-bit weights by group or channel"
+REMEDY = "engines serve experts of unequal width in 16 bits or as 4-bit integers by group or channel"
 
 
 def unserved(scheme: QuantizationScheme) -> str | None:
@@ -22,8 +22,6 @@ def unserved(scheme: QuantizationScheme) -> str | None:
     kind, strategy = QuantizationType(weights.type), QuantizationStrategy(weights.strategy)
     if kind != QuantizationType.INT or weights.num_bits != 4:
         return f"{kind.value}{weights.num_bits} weights"
-    if not weights.symmetric:
-        return "asymmetric weights"
     if strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL):
         return f"weights by {strategy.value}"
     if weights.group_size is not None and weights.group_size % 8:

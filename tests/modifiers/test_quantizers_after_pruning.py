@@ -102,9 +102,7 @@ def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Pat
         log.clear()
 
 
-@pytest.mark.parametrize(
-    ("scheme", "reason"), [("W8A16", "int8 weights"), ("W4A16_ASYM", "asymmetric weights"), ("NVFP4A16", "float4")]
-)
+@pytest.mark.parametrize(("scheme", "reason"), [("W8A16", "int8 weights"), ("NVFP4A16", "float4")])
 def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], scheme, reason):
     """Told before anything is calibrated, here before the refusal of an output directory that is not empty."""
     (tmp_path / "here").touch()

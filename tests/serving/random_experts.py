@@ -11,17 +11,28 @@ from moe_coverage_plugin.core.ragged import ExpertWeights
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
 
+# a range to be rounded holds zero
+EDGES = ((None, 0), (0, None))
 PROJECTIONS = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
 
 
-def quantize(weight: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round to symmetric int4 as a quantizer does: packed words, scales, and the weight that they stand for."""
+def quantize(weight: torch.Tensor, scheme: ExpertScheme) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Round to int4 as a quantizer does: what is stored, and the weight that it stands for."""
     rows, columns = weight.shape
-    groups = weight.view(rows, -1, group_size or columns)
-    scale = groups.abs().amax(-1, keepdim=True) / 7.5
-    values = (groups / scale).round().clamp(-8, 7)
-    stored = values.to(torch.int8).view(rows, columns)
-    return pack_to_int32(stored, num_bits=4).contiguous(), scale.squeeze(-1), (values * scale).view(rows, columns)
+    groups = weight.view(rows, -1, scheme.group_size or columns)
+    if scheme.zero_points:
+        low, high = (edge.clamp(*at) for edge, at in zip(groups.aminmax(dim=-1, keepdim=True), EDGES, strict=True))
+        scale = (high - low) / 15
+        zero_point = (-8 - low / scale).round().clamp(-8, 7)
+    else:
+        scale, zero_point = groups.abs().amax(-1, keepdim=True) / 7.5, torch.zeros(())
+    values = (groups / scale + zero_point).round().clamp(-8, 7)
+    packed = pack_to_int32(values.to(torch.int8).view(rows, columns), num_bits=4).contiguous()
+    stored = {"weight_packed": packed, "weight_scale": scale.squeeze(-1)}
+    if scheme.zero_points:
+        zeros = zero_point.squeeze(-1).to(torch.int8)
+        stored["weight_zero_point"] = pack_to_int32(zeros, num_bits=4, packed_dim=0).contiguous()
+    return stored, ((values - zero_point) * scale).view(rows, columns)
 
 
 class RaggedExperts:
@@ -56,9 +67,8 @@ class RaggedExperts:
         if self.scheme.bits == 16:
             self.tensors["weight", shard, expert] = weight
             return weight
-        packed, scale, rounded = quantize(weight, self.scheme.group_size)
-        self.tensors["weight_packed", shard, expert] = packed
-        self.tensors["weight_scale", shard, expert] = scale
+        stored, rounded = quantize(weight, self.scheme)
+        self.tensors |= {(tensor, shard, expert): value for tensor, value in stored.items()}
         self.tensors["weight_shape", shard, expert] = torch.tensor(shape)
         return rounded
 

@@ -77,6 +77,7 @@ def test_unknown_schema_version() -> None:
         (quantization_config(group_size=32), ExpertScheme(4, 32)),
         (quantization_config(strategy="channel", group_size=None), ExpertScheme(4, None)),
         (quantization_config(actorder="static"), ExpertScheme(4, 64)),
+        (quantization_config(symmetric=False), ExpertScheme(4, 64, zero_points=True)),
         (quantization_config(bits=16), ExpertScheme(16, None)),
     ],
 )
@@ -97,7 +98,6 @@ def test_one_width_is_left_to_stock_kernels_where_there_are_any() -> None:
     [
         ({"num_bits": 8}, "int8 weights"),
         ({"num_bits": 8, "type": "float"}, "float8 weights"),
-        ({"symmetric": False}, "asymmetric weights"),
         ({"strategy": "tensor", "group_size": None}, "strategy 'tensor'"),
         ({"group_size": 128}, "expert 0 has width 64, no multiple of the quantization group size 128"),
     ],

@@ -26,6 +26,7 @@ RECIPES_4BIT = [
     "ragged_w4a16_a64",
     "ragged_gptq_a64",
     "ragged_by_channel",
+    "ragged_asymmetric",
     "ragged_fisher_p25_w4a16",
     "ragged_fisher_p50_w4a16",
 ]

@@ -31,7 +31,7 @@ TWO_CARDS = GRAPHS | {"distributed_executor_backend": "mp"}
 # without Granite, whose loader in vLLM 0.26 stops at names of single experts
 SERVED = [
     *("ragged_bf16", "ragged_w4a16", "ragged_gptq_a64", "ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4"),
-    *("ragged_olmoe", "ragged_ernie", "ragged_minimax", "ragged_deepseek"),
+    *("ragged_asymmetric", "ragged_olmoe", "ragged_ernie", "ragged_minimax", "ragged_deepseek"),
     *("ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3", "ragged_qwen3_next"),
 ]
 # exact widths in 16 bits: rows of the down projection are padded to eight channels

@@ -4,7 +4,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import dequantize as toolkit_dequantize
 
-from moe_coverage_plugin.serving.packing import dequantize, packed_columns, unpack_int4
+from moe_coverage_plugin.serving.packing import dequantize, packed_columns, unpack_int4, unpack_zero_points
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 9, 64, 200])
@@ -24,14 +24,20 @@ def test_low_nibble_first_offset_by_eight() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
-def test_dequantize_is_the_toolkits(dtype: torch.dtype, group_size: int | None) -> None:
+def test_dequantize_is_the_toolkits(dtype: torch.dtype, group_size: int | None, symmetric: bool) -> None:
     values = torch.randint(-8, 8, (6, 256), dtype=torch.int8)
     scale = torch.rand(6, 256 // (group_size or 256)).to(dtype)
+    zeros = (
+        torch.zeros(scale.shape, dtype=torch.int8) if symmetric else torch.randint(-8, 8, scale.shape).to(torch.int8)
+    )
     strategy = QuantizationStrategy.GROUP if group_size else QuantizationStrategy.CHANNEL
-    args = QuantizationArgs(num_bits=4, symmetric=True, strategy=strategy, group_size=group_size)
-    expected = toolkit_dequantize(values, scale, zero_point=torch.zeros_like(scale, dtype=torch.int8), args=args)
-    found = dequantize(pack_to_int32(values, num_bits=4), scale, 256)
+    args = QuantizationArgs(num_bits=4, symmetric=symmetric, strategy=strategy, group_size=group_size)
+    expected = toolkit_dequantize(values, scale, zero_point=zeros, args=args)
+    words = pack_to_int32(zeros, num_bits=4, packed_dim=0)
+    zero_point = None if symmetric else unpack_zero_points(words, 6)
+    found = dequantize(pack_to_int32(values, num_bits=4), scale, 256, zero_point)
     assert found.dtype == dtype
     assert torch.equal(found, expected.to(dtype))
 

@@ -14,6 +14,8 @@ SCHEMES = [
     (ExpertScheme(), UGLY),
     (ExpertScheme(4, 32), BLOCKS),
     (ExpertScheme(4, None), [40, 0, 8, 128, 24, 64, 0, 96]),
+    (ExpertScheme(4, 32, zero_points=True), BLOCKS),
+    (ExpertScheme(4, None, zero_points=True), [40, 0, 9, 128, 24, 64, 0, 97]),
 ]
 
 

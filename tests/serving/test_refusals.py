@@ -76,11 +76,6 @@ def test_experts_in_eight_bits(edited: Callable[..., Path]) -> None:
         open_engine(path)
 
 
-def test_asymmetric_experts_as_the_toolkit_writes_them() -> None:
-    with pytest.raises(ValueError, match=r"experts has asymmetric weights, .* quantize the pruned model again"):
-        open_engine(checkpoint_path("ragged_asymmetric"))
-
-
 def lose_a_weight(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight_packed"]
 

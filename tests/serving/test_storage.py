@@ -6,7 +6,13 @@ from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
 from tests.serving.random_experts import PROJECTIONS, RaggedExperts
 
-SCHEMES = [ExpertScheme(), ExpertScheme(4, 32), ExpertScheme(4, None)]
+SCHEMES = [
+    ExpertScheme(),
+    ExpertScheme(4, 32),
+    ExpertScheme(4, None),
+    ExpertScheme(4, 32, zero_points=True),
+    ExpertScheme(4, None, zero_points=True),
+]
 WIDTHS = [64, 0, 32, 128, 96]
 
 
@@ -28,11 +34,12 @@ def test_ranks_share_the_stored_bytes(scheme: ExpertScheme, world_size: int) -> 
     layers = [experts.storage(rank, world_size)[1] for rank in range(world_size)]
     found = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     stored = sum(t.nbytes for (tensor, _, _), t in experts.tensors.items() if tensor != "weight_shape")
-    repeated = 0  # scales of whole rows are needed on every rank that holds a part of the expert
-    if scheme == ExpertScheme(4, None):
+    repeated = 0  # scales and zero points of whole rows are needed on every rank that holds a part of the expert
+    if scheme.bits == 4 and scheme.group_size is None:
         storages = [experts.storage(rank, world_size)[0] for rank in range(world_size)]
         holders = sum(width > 0 for storage in storages for width in storage.local.widths_E)
-        repeated = (holders - sum(width > 0 for width in WIDTHS)) * experts.hidden * experts.dtype.itemsize
+        bytes_of_row = experts.dtype.itemsize + (0.5 if scheme.zero_points else 0)
+        repeated = (holders - sum(width > 0 for width in WIDTHS)) * experts.hidden * bytes_of_row
     assert found == stored + repeated
 
 

@@ -38,6 +38,8 @@ NIBBLES_FP16 = tl.constexpr(
 )
 # A product as a fused multiply-add of -0: the packed multiplication of bfloat16 needs a newer card than this does.
 PRODUCT_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+# A difference in the same way: what is taken off, times -1, plus the other.
+DIFFERENCE_BF16 = tl.constexpr("{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; fma.rn.bf16x2 $0, $2, minus, $1; }")
 
 
 @triton.jit
@@ -139,6 +141,17 @@ def nibbles(packed, DTYPE: tl.constexpr, FAST: tl.constexpr):
         low = (packed & 0xF).to(tl.float32) - 8.0
         high = (packed >> 4).to(tl.float32) - 8.0
         return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def shifted(value, zero_point, FAST: tl.constexpr):
+    """``value - zero_point`` in their common type, of small integers, so not rounded; broadcast before."""
+    if FAST and not INTERPRETED and value.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            DIFFERENCE_BF16, "=r,r,r", [value, zero_point], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return rounded(value.to(tl.float32) - zero_point.to(tl.float32), value.dtype)
 
 
 @triton.jit

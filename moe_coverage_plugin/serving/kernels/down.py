@@ -9,10 +9,10 @@ from moe_coverage_plugin.serving.kernels.products import product, product_of_slo
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def down_kernel(
-    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, z_ptr,
+    h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, z_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,
     WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def down_kernel(
 
     Args:
         h_ptr: ``[pairs, h_stride]``, zero from an expert's width up to whole units.
-        w_ptr, scale_ptr, bias_ptr, table_ptr: ``w2`` and its like, see ``KernelWeights``.
+        w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr: ``w2`` and its like, see ``KernelWeights``.
         expert_of_tile_ptr, sorted_ptr: see ``Routing``.
         routing_weight_ptr: ``[pairs]``, read unless ``WEIGHT_ON_INPUT``.
         z_ptr: ``[pairs, hidden]``.
@@ -43,11 +43,12 @@ def down_kernel(
         pair_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
+        _scale(zero_ptr, table_ptr, expert, hidden) if HAS_ZERO else w_ptr,
         row_N,
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width + UNIT - 1) // UNIT * UNIT,
-        BITS, GROUP_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, FAST,
+        BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, FAST,
     )  # fmt: skip
     if HAS_BIAS:
         z += along_rows(tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32), SWAP)
@@ -86,9 +87,10 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=["blocks_n"])
 def down_decode_kernel(
-    h_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr, hidden, blocks_n, h_stride,
+    h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr,
+    hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_N`` channels of one token's output: the weighted sum over its experts, all taken at once.
@@ -109,11 +111,12 @@ def down_decode_kernel(
         h_ptr + pair_S.to(tl.int64) * h_stride,
         _matrix(w_ptr, table_ptr, expert_S, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert_S, hidden) if BITS == 4 else slot_S,
+        _scale(zero_ptr, table_ptr, expert_S, hidden) if HAS_ZERO else slot_S,
         row_N,
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width_S + UNIT - 1) // UNIT * UNIT,
-        BITS, GROUP_SIZE, SLOTS, BLOCK_N, BLOCK_K, FAST, STAGES,
+        BITS, GROUP_SIZE, HAS_ZERO, SLOTS, BLOCK_N, BLOCK_K, FAST, STAGES,
     )  # fmt: skip
     if HAS_BIAS:
         sum_SN += tl.load(bias_ptr + (expert_S * hidden)[:, None] + row_N[None, :]).to(tl.float32)
@@ -143,5 +146,5 @@ def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.const
 
 @triton.jit
 def _scale(scale_ptr, table_ptr, expert, hidden):
-    """Where the scales of an expert's ``w2`` begin."""
+    """Where the scales of an expert's ``w2`` begin, or its zero points."""
     return scale_ptr + tl.load(table_ptr + expert * 4 + 3) * _whole_rows(hidden)

@@ -9,10 +9,10 @@ from moe_coverage_plugin.serving.kernels.products import product, tile_and_block
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def gate_up_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, h_ptr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, h_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def gate_up_kernel(
 
     Args:
         x_ptr: ``[tokens, hidden]``.
-        w_ptr, scale_ptr, bias_ptr, table_ptr: ``w13`` and its like, see ``KernelWeights``.
+        w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr: ``w13`` and its like, see ``KernelWeights``.
         expert_of_tile_ptr, sorted_ptr: see ``Routing``; if ``DIRECT``, the experts of pairs, each pair its own tile.
         routing_weight_ptr: ``[pairs]``, read if ``WEIGHT_ON_INPUT``.
         h_ptr: ``[pairs, h_stride]`` in the type of ``x_ptr``.
@@ -50,11 +50,12 @@ def gate_up_kernel(
         weight_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
         _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if BITS == 4 else w_ptr,
+        _scale(zero_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if HAS_ZERO else w_ptr,
         row_R,
         block_n * BLOCK_N * 2,
         stored * 2,
         hidden,
-        BITS, GROUP_SIZE, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, FAST,
+        BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, FAST,
     )  # fmt: skip
     if HAS_BIAS:
         acc += along_rows(_bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N), SWAP)
@@ -82,7 +83,7 @@ def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.const
 
 @triton.jit
 def _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr):
-    """Where the scales of an expert's ``w13`` begin."""
+    """Where the scales of an expert's ``w13`` begin, or its zero points."""
     row = tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT)
     if GROUP_SIZE == 0:
         return scale_ptr + row

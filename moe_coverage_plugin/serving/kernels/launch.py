@@ -88,8 +88,9 @@ class _Layer:
         if blocks_n == 0:
             return
         gate_up_kernel[(experts.numel() * blocks_n,)](
-            *(x_TH, weights.w13, weights.w13_scale, weights.w13_bias, weights.table_E4, experts, sorted_pairs),
-            *(self.topk_weights_TK, h_PN, self.pairs, experts.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
+            *(x_TH, weights.w13, weights.w13_scale, weights.w13_zero_point, weights.w13_bias),
+            *(weights.table_E4, experts, sorted_pairs, self.topk_weights_TK, h_PN),
+            *(self.pairs, experts.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
             TOP_K=self.top_k,
             ACTIVATION=self.activation,
             HAS_BIAS=weights.w13_bias is not None,
@@ -104,8 +105,9 @@ class _Layer:
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
         used = routing.expert_of_tile
         down_kernel[(used.numel() * blocks_n,)](
-            *(h_PN, weights.w2, weights.w2_scale, weights.w2_bias, weights.table_E4, used, routing.sorted_pairs),
-            *(self.topk_weights_TK, z_PH, self.pairs, used.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
+            *(h_PN, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
+            *(weights.table_E4, used, routing.sorted_pairs, self.topk_weights_TK, z_PH),
+            *(self.pairs, used.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
             HAS_BIAS=weights.w2_bias is not None,
             EVEN_K=weights.unit % tiles.block_k == 0,
             **self._tiled(block_m, tiles),
@@ -127,8 +129,9 @@ class _Layer:
         """Down and the sum, token by token."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
         down_decode_kernel[(len(y_TH) * blocks_n,)](
-            *(h_PN, weights.w2, weights.w2_scale, weights.w2_bias, weights.table_E4, self.topk_ids_TK),
-            *(self.topk_weights_TK, y_TH, weights.hidden, blocks_n, h_PN.stride(0)),
+            *(h_PN, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
+            *(weights.table_E4, self.topk_ids_TK, self.topk_weights_TK, y_TH),
+            *(weights.hidden, blocks_n, h_PN.stride(0)),
             TOP_K=self.top_k,
             HAS_BIAS=weights.w2_bias is not None,
             SLOTS=triton.next_power_of_2(self.top_k),
@@ -146,6 +149,7 @@ class _Layer:
             "WEIGHT_ON_INPUT": self.weight_on_input,
             "BITS": weights.bits,
             "GROUP_SIZE": weights.group_size,
+            "HAS_ZERO": weights.w2_zero_point is not None,
             "UNIT": weights.unit,
             "BLOCK_N": tiles.block_n,
             "BLOCK_K": tiles.block_k,

@@ -35,6 +35,8 @@ def _ragged_moe_kernels(
     w2_scale: Tensor | None,
     w13_bias: Tensor | None,
     w2_bias: Tensor | None,
+    w13_zero_point: Tensor | None,
+    w2_zero_point: Tensor | None,
     table_E4: Tensor,
     hidden: int,
     width: int,
@@ -45,7 +47,7 @@ def _ragged_moe_kernels(
     weight_on_input: bool,
 ) -> Tensor:
     """``ragged_experts`` on the fields of ``KernelWeights``, which an operator cannot take as one."""
-    tensors = (w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    tensors = (w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point)
     weights = KernelWeights(*tensors, table_E4, hidden, width, bits, group_size, unit)
     return ragged_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, activation, weight_on_input)
 

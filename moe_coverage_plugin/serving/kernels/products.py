@@ -11,13 +11,15 @@ from moe_coverage_plugin.serving.kernels.arithmetic import (
     rounded,
     scaled,
     settled,
+    shifted,
 )
 
 
 @triton.jit
 def product(
-    x_ptrs_M1, live_M, weight_M, w_ptr, scale_ptr, row_R, first_row, rows, channels,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptrs_M1, live_M, weight_M, w_ptr, scale_ptr, zero_ptr, row_R, first_row, rows, channels,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of one expert's matrix times ``BLOCK_M`` tokens.
@@ -26,7 +28,7 @@ def product(
         x_ptrs_M1: where each token's activations begin.
         live_M: which places hold a token; others are not read, and their products are zero.
         weight_M: factor of each token's activations, if ``WEIGHTED``; the product is rounded to their type.
-        w_ptr, scale_ptr: where the matrix and its scales begin.
+        w_ptr, scale_ptr, zero_ptr: where the matrix, its scales and its zero points begin, of which none need exist.
         row_R: rows of a plain matrix; none beyond the last.
         first_row: the first row of a packed matrix, which are read in sequence; a multiple of 16.
         rows: of the packed matrix.
@@ -54,6 +56,8 @@ def product(
             k = k4 // 4
             x = _tokens(x_ptrs_M1, live_M, k + column, channels, weight_M, EVEN_K, WEIGHTED)
             w = _unpacked(_packed(w_ptrs, k4, channels, EVEN_K, BLOCK_K), DTYPE, FAST, ROWS, BLOCK_K)
+            if HAS_ZERO:
+                w = shifted(w, _scales(zero_ptr, first_row, rows, k, channels, GROUP_SIZE, ROWS, BLOCK_K), FAST)
             if GROUP_SIZE > 0:
                 # weights are scaled, not sums: the compiler only loads ahead what a dot product takes
                 scale = _scales(scale_ptr, first_row, rows, k, channels, GROUP_SIZE, ROWS, BLOCK_K)
@@ -68,8 +72,9 @@ def product(
 
 @triton.jit
 def product_of_slots(
-    x_ptr_S, w_ptr_S, scale_ptr_S, row_R, first_row, rows, channels_S,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr_S, w_ptr_S, scale_ptr_S, zero_ptr_S, row_R, first_row, rows, channels_S,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``product`` for a single token per matrix, of several experts at once, without dot products.
@@ -78,7 +83,7 @@ def product_of_slots(
 
     Args:
         x_ptr_S: where each expert's activations begin.
-        w_ptr_S, scale_ptr_S: where the experts' matrices and scales begin.
+        w_ptr_S, scale_ptr_S, zero_ptr_S: where the experts' matrices, scales and zero points begin.
         row_R, first_row, rows: as in ``product``, the same of each matrix.
         channels_S: input channels; 0, the product is zero.
         STAGES: of the software pipeline, which by itself the compiler makes for dot products only.
@@ -106,7 +111,7 @@ def product_of_slots(
         w_ptrs = w_ptr_S[:, None, None] + block_B[None, :, None] * bytes_S[:, None, None] + byte[None, None, :]
         place_R = _place_of_scale(row_R)
         place_BI = tl.reshape(place_R, (ROWS // 8, 8))
-        scale_ptrs = scale_ptr_S[:, None, None, None] + place_BI[None, :, None, :]
+        place_SBCI = place_BI[None, :, None, :]
         # a sum per chunk, so that a chunk's scale is read once
         acc = tl.zeros((SLOTS, ROWS // 8, CHUNKS, 8), dtype=tl.float32)
         for k4 in tl.range(0, 4 * last, 4 * BLOCK_K, num_stages=STAGES):
@@ -119,11 +124,18 @@ def product_of_slots(
             low = tl.reshape(low, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
             high = tl.reshape(high, (SLOTS, ROWS // 8, CHUNKS, 8, 16)).to(tl.float32)
             part = tl.sum(low * x_low[:, None, :, None, :] + high * x_high[:, None, :, None, :], axis=4)
+            channel = k + chunk * 32
+            inside = channel[None, None, :, None] < channels_S[:, None, None, None]
+            places = place_SBCI
             if GROUP_SIZE > 0:
-                channel = k + chunk * 32
-                inside = channel[None, None, :, None] < channels_S[:, None, None, None]
-                places = scale_ptrs + (channel // GROUP_SIZE * rows)[None, None, :, None]
-                part *= tl.load(places, mask=inside, other=0.0).to(tl.float32)
+                places += (channel // GROUP_SIZE * rows)[None, None, :, None]
+            if HAS_ZERO:
+                # what a weight lacks of its value is the same for all of a chunk
+                zero = tl.load(zero_ptr_S[:, None, None, None] + places, mask=inside, other=0.0).to(tl.float32)
+                part -= zero * tl.sum(x_low + x_high, axis=2)[:, None, :, None]
+            if GROUP_SIZE > 0:
+                scale = tl.load(scale_ptr_S[:, None, None, None] + places, mask=inside, other=0.0)
+                part *= scale.to(tl.float32)
             acc += part
         sum_SR = tl.reshape(tl.sum(acc, axis=2), (SLOTS, ROWS))
         if GROUP_SIZE == 0:
@@ -225,8 +237,10 @@ def _place_of_scale(row):
 def _scales(
     scale_ptr, first_row, rows, k, channels, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Scales of the step at channel ``k``, spread to ``[ROWS, BLOCK_K]`` in the order of ``_unpacked``."""
-    if GROUP_SIZE % BLOCK_K == 0:
+    """Scales, or zero points, of the step at channel ``k``: ``[ROWS, BLOCK_K]`` in the order of ``_unpacked``."""
+    if GROUP_SIZE == 0:
+        return tl.broadcast_to(_scales_of_rows(scale_ptr, first_row, rows, ROWS)[:, None], (ROWS, BLOCK_K))
+    elif GROUP_SIZE % BLOCK_K == 0:
         scale_R = _scales_of_rows(scale_ptr + k // GROUP_SIZE * rows, first_row, rows, ROWS)
         return tl.broadcast_to(scale_R[:, None], (ROWS, BLOCK_K))
     else:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moe_coverage_plugin.serving.packing import packed_columns, unpack_zero_points
+
 CHUNK = 32
 """Input channels of packed weights that lie together: 16 in low nibbles, the next 16 in high ones."""
 
@@ -33,7 +35,8 @@ class KernelWeights:
 
     Plain weights: ``w13`` is ``[2 N, H]``, gate rows above up rows; ``w2`` is ``[H, N padded]``.
 
-    Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]`` in the order of ``repack_scales``.
+    Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]`` in the order of ``repack_scales``,
+    and so are zero points, in the type of scales.
     ``w13`` has ``2 N padded`` rows, eight of the gate, the same eight of up, and so on; ``w2`` has ``H`` rows padded
     to whole sixteens.
 
@@ -41,6 +44,7 @@ class KernelWeights:
         w13, w2: flat.
         w13_scale, w2_scale: flat, of packed weights.
         w13_bias, w2_bias: flat, ``[2 N]`` and ``[H]`` each, not padded; a removed expert has a down bias.
+        w13_zero_point, w2_zero_point: flat, of packed weights that are asymmetric.
         table_E4: int64 rows of width, first channel, first unit, first scale group of ``w2``.
         hidden: hidden size ``H``.
         width: the largest width.
@@ -55,6 +59,8 @@ class KernelWeights:
     w2_scale: Tensor | None
     w13_bias: Tensor | None
     w2_bias: Tensor | None
+    w13_zero_point: Tensor | None
+    w2_zero_point: Tensor | None
     table_E4: Tensor
     hidden: int
     width: int
@@ -64,8 +70,9 @@ class KernelWeights:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weights, scales and biases in the order in which ``prepare`` takes them."""
-        return self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_bias, self.w2_bias
+        """Weights, scales, biases and zero points in the order in which ``prepare`` takes them."""
+        scales, biases = (self.w13_scale, self.w2_scale), (self.w13_bias, self.w2_bias)
+        return self.w13, self.w2, *scales, *biases, self.w13_zero_point, self.w2_zero_point
 
     @property
     def experts(self) -> int:
@@ -109,6 +116,8 @@ def prepare(
     w2_scale: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    w13_zero_point: Tensor | None = None,
+    w2_zero_point: Tensor | None = None,
     *,
     widths_E: Sequence[int],
     hidden: int,
@@ -124,6 +133,8 @@ def prepare(
         w13, w2: plain weights in the dtype of the hidden states, or int32 words.
         w13_scale, w2_scale: scales of packed weights.
         w13_bias, w2_bias: biases, where there are any.
+        w13_zero_point, w2_zero_point: zero points of packed weights that are asymmetric, int32 words. They grow to the
+            type of scales, a small part of the weights.
         widths_E: channels of each expert on this rank.
         hidden: hidden size.
         group_size: input channels per scale, ``None`` for one scale per row and for plain weights.
@@ -135,8 +146,13 @@ def prepare(
     groups_E = [_groups(width, group_size) for width in widths_E]
     if packed:
         assert w2_scale is not None
-        w13, w13_scale = _repack_gate_up(w13, w13_scale, widths_E, hidden, _groups(hidden, group_size))
-        w2, w2_scale = _repack_down(w2, w2_scale, widths_E, hidden, groups_E)
+        groups = _groups(hidden, group_size)
+        if w13_zero_point is not None and w2_zero_point is not None:
+            zeros = _gate_up_zeros(w13_zero_point, widths_E, groups), _down_zeros(w2_zero_point, hidden, groups_E)
+            w13_zero_point = _repack_gate_up_scales(zeros[0].to(w13_scale.dtype), widths_E, groups)
+            w2_zero_point = _repack_down_scales(zeros[1].to(w2_scale.dtype), hidden, groups_E)
+        w13, w13_scale = _repack_gate_up(w13, widths_E, hidden), _repack_gate_up_scales(w13_scale, widths_E, groups)
+        w2, w2_scale = _repack_down(w2, widths_E, hidden), _repack_down_scales(w2_scale, hidden, groups_E)
     elif any(width % unit for width in widths_E):
         parts = w2.split([hidden * width for width in widths_E])
         matrices = (part.view(hidden, width) for part, width in zip(parts, widths_E, strict=True))
@@ -144,7 +160,7 @@ def prepare(
         w2 = torch.cat([pad(w, (0, n - w.shape[1])).flatten() for w, n in zip(matrices, padded_E, strict=True)])
     table = zip(widths_E, _starts(widths_E), _starts(units_E), _starts(groups_E), strict=True)
     return KernelWeights(
-        *(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias),
+        *(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point),
         table_E4=torch.tensor(list(table), dtype=torch.int64).to(w13.device),
         hidden=hidden,
         width=max(widths_E),
@@ -187,71 +203,84 @@ def repack_scales(scale: Tensor) -> Tensor:
     return scale.t().reshape(groups, rows // SCALE_ROWS, 2, ROWS).transpose(2, 3).reshape(groups, rows)
 
 
-def _repack_gate_up(
-    words: Tensor, scale: Tensor, widths_E: Sequence[int], hidden: int, groups: int
-) -> tuple[Tensor, Tensor]:
-    """``w13`` and its scales."""
-
-    def interleaved(matrix: Tensor, width: int) -> Tensor:
-        """Rows in eights of gate and up, missing ones zero."""
-        columns = matrix.shape[1]
-        padded = pad(matrix.view(2, width, columns), (0, 0, 0, -width % CHUNK))
-        return padded.view(2, -1, ROWS, columns).transpose(0, 1).reshape(-1, columns)
-
-    def repacked() -> Iterable[tuple[Tensor, Tensor]]:
-        columns = -(-hidden // 8)
-        for w, s, width in zip(
-            words.split([2 * width * columns for width in widths_E]),
-            scale.split([2 * width * groups for width in widths_E]),
-            widths_E,
-            strict=True,
-        ):
-            if width:
-                w_rows = interleaved(w.view(2 * width, columns), width)
-                s_rows = interleaved(s.view(2 * width, groups), width)
-                yield repack_int4(w_rows, hidden), repack_scales(s_rows)
-
+def _repack_gate_up(words: Tensor, widths_E: Sequence[int], hidden: int) -> Tensor:
+    """``w13``."""
+    columns = -(-hidden // 8)
+    parts = words.split([2 * width * columns for width in widths_E])
+    repacked = (
+        repack_int4(_interleaved(part.view(2 * width, columns), width), hidden)
+        for part, width in zip(parts, widths_E, strict=True)
+        if width
+    )
     rows = 2 * sum(_whole(width, CHUNK) for width in widths_E)
-    return _fill(words, scale, rows * _whole(hidden, CHUNK) // 2, rows * groups, repacked())
+    return _fill(words.view(torch.uint8), rows * _whole(hidden, CHUNK) // 2, repacked)
 
 
-def _repack_down(
-    words: Tensor, scale: Tensor, widths_E: Sequence[int], hidden: int, groups_E: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """``w2`` and its scales."""
+def _repack_gate_up_scales(scale: Tensor, widths_E: Sequence[int], groups: int) -> Tensor:
+    """Scales of ``w13``, or its zero points."""
+    parts = scale.split([2 * width * groups for width in widths_E])
+    repacked = (
+        repack_scales(_interleaved(part.view(2 * width, groups), width))
+        for part, width in zip(parts, widths_E, strict=True)
+        if width
+    )
+    return _fill(scale, 2 * sum(_whole(width, CHUNK) for width in widths_E) * groups, repacked)
 
-    def repacked() -> Iterable[tuple[Tensor, Tensor]]:
-        for w, s, width, groups in zip(
-            words.split([hidden * -(-width // 8) for width in widths_E]),
-            scale.split([hidden * groups for groups in groups_E]),
-            widths_E,
-            groups_E,
-            strict=True,
-        ):
-            if width:
-                w_rows, s_rows = w.view(hidden, -1), s.view(hidden, groups)
-                yield repack_int4(w_rows, width), repack_scales(pad(s_rows, (0, 0, 0, -hidden % SCALE_ROWS)))
 
+def _repack_down(words: Tensor, widths_E: Sequence[int], hidden: int) -> Tensor:
+    """``w2``."""
+    parts = words.split([hidden * -(-width // 8) for width in widths_E])
+    repacked = (
+        repack_int4(part.view(hidden, -1), width) for part, width in zip(parts, widths_E, strict=True) if width
+    )
     columns = sum(_whole(width, CHUNK) for width in widths_E)
-    rows = _whole(hidden, SCALE_ROWS)
-    return _fill(words, scale, rows * columns // 2, rows * sum(groups_E), repacked())
+    return _fill(words.view(torch.uint8), _whole(hidden, SCALE_ROWS) * columns // 2, repacked)
 
 
-def _fill(
-    words: Tensor, scale: Tensor, bytes_: int, scales: int, parts: Iterable[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def _repack_down_scales(scale: Tensor, hidden: int, groups_E: Sequence[int]) -> Tensor:
+    """Scales of ``w2``, or its zero points."""
+    parts = scale.split([hidden * groups for groups in groups_E])
+    repacked = (
+        repack_scales(pad(part.view(hidden, groups), (0, 0, 0, -hidden % SCALE_ROWS)))
+        for part, groups in zip(parts, groups_E, strict=True)
+        if groups
+    )
+    return _fill(scale, _whole(hidden, SCALE_ROWS) * sum(groups_E), repacked)
+
+
+def _interleaved(matrix: Tensor, width: int) -> Tensor:
+    """Rows of ``w13`` in eights of gate and up, missing ones zero."""
+    columns = matrix.shape[1]
+    padded = pad(matrix.view(2, width, columns), (0, 0, 0, -width % CHUNK))
+    return padded.view(2, -1, ROWS, columns).transpose(0, 1).reshape(-1, columns)
+
+
+def _gate_up_zeros(words: Tensor, widths_E: Sequence[int], groups: int) -> Tensor:
+    """Zero points of ``w13``, flat, one for each scale."""
+    sizes = [packed_columns(width) * groups for width in widths_E for _ in range(2)]
+    rows = [width for width in widths_E for _ in range(2)]
+    halves = zip(words.split(sizes), rows, strict=True)
+    return torch.cat([unpack_zero_points(half.view(-1, groups), width).flatten() for half, width in halves])
+
+
+def _down_zeros(words: Tensor, hidden: int, groups_E: Sequence[int]) -> Tensor:
+    """Zero points of ``w2``, flat, one for each scale."""
+    parts = words.split([packed_columns(hidden) * groups for groups in groups_E])
+    matrices = zip(parts, groups_E, strict=True)
+    return torch.cat(
+        [unpack_zero_points(part.view(packed_columns(hidden), groups), hidden).flatten() for part, groups in matrices]
+    )
+
+
+def _fill(flat: Tensor, size: int, parts: Iterable[Tensor]) -> Tensor:
     """Parts end to end, in the memory that they come from if they fit: each is made before its place is written."""
-    w = words.view(torch.uint8)
-    w = w if w.numel() == bytes_ else w.new_empty(bytes_)
-    s = scale if scale.numel() == scales else scale.new_empty(scales)
-    w_stop = s_stop = 0
-    for w_part, s_part in parts:
-        w_start, s_start = w_stop, s_stop
-        w_stop, s_stop = w_start + w_part.numel(), s_start + s_part.numel()
-        w[w_start:w_stop] = w_part.flatten()
-        s[s_start:s_stop] = s_part.reshape(-1)
-    assert (w_stop, s_stop) == (bytes_, scales)
-    return w, s
+    filled = flat if flat.numel() == size else flat.new_empty(size)
+    stop = 0
+    for part in parts:
+        start, stop = stop, stop + part.numel()
+        filled[start:stop] = part.reshape(-1)
+    assert stop == size
+    return filled
 
 
 def _groups(channels: int, group_size: int | None) -> int:

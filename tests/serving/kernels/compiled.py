@@ -27,7 +27,9 @@ TYPES = {
 }
 
 
-def ttgir(kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: bool) -> str:
+def ttgir(
+    kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: bool = False, has_zero: bool = False
+) -> str:
     """The kernel for bfloat16 hidden states, and weights in packed words or bfloat16."""
     constants = {
         "BITS": bits,
@@ -36,6 +38,7 @@ def ttgir(kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: b
         "FAST": bits == 4,
         "WEIGHT_ON_INPUT": weight_on_input,
         "HAS_BIAS": False,
+        "HAS_ZERO": has_zero,
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
@@ -44,12 +47,14 @@ def ttgir(kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: b
         "EVEN_K": kernel is gate_up_kernel,
         "bias_ptr": None,
     }
+    if not has_zero:
+        constants["zero_ptr"] = None
     if kernel is gate_up_kernel:
         constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "DIRECT": False}
     names = kernel.arg_names
     types = TYPES | {"w_ptr": "*u8" if bits == 4 else "*bf16"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
-    aligned = [name for name in names if name.endswith("_ptr") and name != "bias_ptr"] + ["hidden", "h_stride"]
+    aligned = [name for name in names if name.endswith("_ptr") and name not in constants] + ["hidden", "h_stride"]
     source = ASTSource(
         kernel,
         signature,
@@ -68,7 +73,9 @@ def main() -> None:
             if plan.path == "tiled":
                 for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):
                     name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs"
-                    found[name] = ttgir(kernel, bits, plan.block_m, tiles, weight_on_input=False)
+                    found[name] = ttgir(kernel, bits, plan.block_m, tiles)
+                    if bits == 4:
+                        found[f"{name}, zero points"] = ttgir(kernel, bits, plan.block_m, tiles, has_zero=True)
     widest = all_plans(16)[-1]
     found["weighted inputs"] = ttgir(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
     print(json.dumps(found))

@@ -34,6 +34,9 @@ SCHEMES = {
     "group-64": (ExpertScheme(4, 64), [64, 0, 128], 128),
     "group-128": (ExpertScheme(4, 128), [128, 0, 256], 128),
     "channel": (ExpertScheme(4, None), [40, 0, 200, 8], 104),
+    "group-32-zeros": (ExpertScheme(4, 32, zero_points=True), [32, 0, 96, 128], 96),
+    "group-128-zeros": (ExpertScheme(4, 128, zero_points=True), [128, 0, 256], 128),
+    "channel-zeros": (ExpertScheme(4, None, zero_points=True), [40, 0, 200, 9], 104),
 }
 
 

@@ -20,7 +20,7 @@ def test_equals_reference(device: torch.device, scheme: str, plan: str) -> None:
 
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("scheme", ["plain", "group-32"])
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
 def test_other_dtypes(device: torch.device, scheme: str, dtype: torch.dtype, plan: LaunchPlan) -> None:
     layer = RandomLayer(device, scheme, dtype)
     inputs = layer.inputs(3)
@@ -38,7 +38,7 @@ def test_default_plan(device: torch.device, tokens: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="so many tokens take minutes in the interpreter")
 @pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
-@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64"])
+@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64", "group-128-zeros"])
 def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> None:
     """Every one of them, with as many tokens as it is chosen for, and with fewer and more."""
     layer = RandomLayer(device, scheme)
@@ -106,7 +106,7 @@ def test_all_tokens_choose_one_expert_twice(device: torch.device, plan: LaunchPl
 
 
 @both_paths
-@pytest.mark.parametrize("scheme", ["plain", "group-32", "channel"])
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "channel", "group-32-zeros", "channel-zeros"])
 def test_ranks_sum_to_the_whole(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
     # at two ranks, one of them holds nothing of an expert of one unit, and yet may have to add its bias
     whole = RandomLayer(device, scheme, torch.float32, bias=True)

@@ -8,7 +8,7 @@ from tests.serving.kernels.random_layers import RandomLayer
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize(("scheme", "bias"), [("plain", False), ("group-32", True)])
+@pytest.mark.parametrize(("scheme", "bias"), [("plain", False), ("group-32", True), ("channel-zeros", False)])
 def test_is_a_proper_operator(device: torch.device, scheme: str, bias: bool) -> None:
     layer = RandomLayer(device, scheme, bias=bias)
     weights = layer.weights
