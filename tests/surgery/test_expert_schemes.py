@@ -34,6 +34,7 @@ def test_schemes_of_either_kind_are_known():
     assert {name for name, scheme in SCHEMES.items() if unserved(scheme) is None} == {
         "UNQUANTIZED",
         "W4A16",
+        "W4A16_ASYM",
         "by_channel",
         "groups_of_32",
     }
