@@ -47,7 +47,9 @@ def smooth(importance: Tensor, method: Smoothing) -> Tensor:
             return torch.log1p(LOG_SLOPE * x / where(mean > 0, mean, 1))
         case "huber":
             delta = _outlier_limit(x)
-            return where(x <= delta, x, (2 * delta * x.maximum(delta) - delta.square()).sqrt())
+            unit = where(delta > 0, delta, 1)
+            # squares of tiny numbers would vanish
+            return where(x <= delta, x, delta * (2 * x.maximum(unit) / unit - 1).sqrt())
         case "clip":
             return x.minimum(_outlier_limit(x))
 

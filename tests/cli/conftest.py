@@ -16,7 +16,9 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from moe_coverage_plugin.cli import main
 
 # tests that draw examples share a copy of a checkpoint, which every example restores
-settings.register_profile("cli", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile(
+    "cli", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("cli")
 
 

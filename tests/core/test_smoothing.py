@@ -3,7 +3,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_coverage_plugin.core.smoothing import Smoothing, smooth
@@ -15,6 +15,7 @@ importances = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max
 
 @pytest.mark.parametrize("method", METHODS)
 @given(values=importances)
+@example(values=[2e-203, 9e-300])  # whose squares are zero
 def test_smoothing_is_monotone_and_keeps_zero(method: Smoothing, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     y = smooth(x, method)

@@ -10,7 +10,7 @@ from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.report.view import PlanView
 
-settings.register_profile("repository", deadline=None)
+settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
 
