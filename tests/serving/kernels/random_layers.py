@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
@@ -12,6 +14,8 @@ from moe_coverage_plugin.serving.scheme import ExpertScheme
 from tests.serving.random_experts import RaggedExperts
 
 TOP_K = 2
+AROUND = 4096
+WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "w13_zero_point", "w2_zero_point")
 
 # Every constant that changes what a kernel computes, both ways, in sizes that a test can afford.
 PLANS = {
@@ -40,6 +44,13 @@ SCHEMES = {
 }
 
 
+def surrounded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, between numbers that nobody may read."""
+    wide = torch.full((tensor.numel() + 2 * AROUND,), torch.nan if tensor.is_floating_point() else 255).to(tensor)
+    wide[AROUND:-AROUND] = tensor.flatten()
+    return wide[AROUND:-AROUND].view(tensor.shape)
+
+
 class RandomLayer:
     """One rank's part of random experts, on the device.
 
@@ -65,12 +76,14 @@ class RandomLayer:
 
     def _prepare(self, rank: int, world_size: int) -> KernelWeights:
         storage, layer = self.experts.loaded(rank, world_size)
-        return prepare(
+        weights = prepare(
             *(None if tensor is None else tensor.data.to(self.device) for tensor in storage.parameters(layer)),
             widths_E=storage.local.widths_E,
             hidden=self.experts.hidden,
             group_size=self.experts.scheme.group_size,
         )
+        fields = {name: getattr(weights, name) for name in WEIGHTS}
+        return replace(weights, **{name: surrounded(t) for name, t in fields.items() if t is not None})
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, routing weights and different live experts for every token."""
