@@ -30,9 +30,15 @@ def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return (nibbles.flatten(-2)[:, :columns] - _OFFSET).to(torch.int8)
 
 
-def unpack_zero_points(packed: torch.Tensor, rows: int) -> torch.Tensor:
-    """int8 ``[rows, groups]`` of packed words ``[packed_columns(rows), groups]``."""
-    return unpack_int4(packed.t(), rows).t()
+def unpack_zero_points(packed: torch.Tensor, rows: int, matrices: int = 1) -> torch.Tensor:
+    """int8 ``[rows, groups]`` of packed words.
+
+    Args:
+        packed: int32 ``[words, groups]``.
+        rows: of all matrices.
+        matrices: of equally many rows, one above the other, each packed by itself.
+    """
+    return torch.cat([unpack_int4(words.t(), rows // matrices).t() for words in packed.chunk(matrices)])
 
 
 def dequantize(

@@ -139,6 +139,5 @@ def _weight(weights: RaggedWeights, part: Part, shapes: ExpertShapes, expert: in
     scale = shapes.matrix(scale, part, "weight_scale", expert)
     if zero_point is not None:
         words = shapes.matrix(zero_point, part, ZERO_POINT, expert)
-        halves = words.chunk(2) if part == "w13" else (words,)
-        zero_point = torch.cat([unpack_zero_points(half, len(packed) // len(halves)) for half in halves])
+        zero_point = unpack_zero_points(words, len(packed), 2 if part == "w13" else 1)
     return dequantize(packed, scale, columns, zero_point)

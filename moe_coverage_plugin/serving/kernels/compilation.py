@@ -30,9 +30,9 @@ def compile_ahead(
     Returns:
         Whether any kernel was run: not where the kind was known.
     """
-    biases = weights.w13_bias is not None, weights.w2_bias is not None
+    present = tuple(tensor is not None for tensor in weights.tensors)
     numbers = weights.experts, weights.hidden, weights.bits, weights.group_size, weights.unit, weights.min_width
-    kind = (weights.table_E4.device, top_k, dtype, activation, weight_on_input, biases, numbers)
+    kind = (weights.table_E4.device, top_k, dtype, activation, weight_on_input, present, numbers)
     if kind in _compiled or weights.width == 0:
         return False
     for plan, tokens in runs(weights.bits, dtype.itemsize, top_k):

@@ -148,9 +148,10 @@ def prepare(
         assert w2_scale is not None
         groups = _groups(hidden, group_size)
         if w13_zero_point is not None and w2_zero_point is not None:
-            zeros = _gate_up_zeros(w13_zero_point, widths_E, groups), _down_zeros(w2_zero_point, hidden, groups_E)
-            w13_zero_point = _repack_gate_up_scales(zeros[0].to(w13_scale.dtype), widths_E, groups)
-            w2_zero_point = _repack_down_scales(zeros[1].to(w2_scale.dtype), hidden, groups_E)
+            w13_zeros = _zeros(w13_zero_point, [(2 * width, groups) for width in widths_E], matrices=2)
+            w2_zeros = _zeros(w2_zero_point, [(hidden, of_expert) for of_expert in groups_E])
+            w13_zero_point = _repack_gate_up_scales(w13_zeros.to(w13_scale.dtype), widths_E, groups)
+            w2_zero_point = _repack_down_scales(w2_zeros.to(w2_scale.dtype), hidden, groups_E)
         w13, w13_scale = _repack_gate_up(w13, widths_E, hidden), _repack_gate_up_scales(w13_scale, widths_E, groups)
         w2, w2_scale = _repack_down(w2, widths_E, hidden), _repack_down_scales(w2_scale, hidden, groups_E)
     elif any(width % unit for width in widths_E):
@@ -255,21 +256,16 @@ def _interleaved(matrix: Tensor, width: int) -> Tensor:
     return padded.view(2, -1, ROWS, columns).transpose(0, 1).reshape(-1, columns)
 
 
-def _gate_up_zeros(words: Tensor, widths_E: Sequence[int], groups: int) -> Tensor:
-    """Zero points of ``w13``, flat, one for each scale."""
-    sizes = [packed_columns(width) * groups for width in widths_E for _ in range(2)]
-    rows = [width for width in widths_E for _ in range(2)]
-    halves = zip(words.split(sizes), rows, strict=True)
-    return torch.cat([unpack_zero_points(half.view(-1, groups), width).flatten() for half, width in halves])
-
-
-def _down_zeros(words: Tensor, hidden: int, groups_E: Sequence[int]) -> Tensor:
-    """Zero points of ``w2``, flat, one for each scale."""
-    parts = words.split([packed_columns(hidden) * groups for groups in groups_E])
-    matrices = zip(parts, groups_E, strict=True)
-    return torch.cat(
-        [unpack_zero_points(part.view(packed_columns(hidden), groups), hidden).flatten() for part, groups in matrices]
+def _zeros(words: Tensor, shapes_E: Sequence[tuple[int, int]], matrices: int = 1) -> Tensor:
+    """Zero points, flat, one for each scale of experts with such rows and groups; see ``unpack_zero_points``."""
+    words_E = [matrices * packed_columns(rows // matrices) for rows, _ in shapes_E]
+    parts = words.split([count * groups for count, (_, groups) in zip(words_E, shapes_E, strict=True)])
+    unpacked = (
+        unpack_zero_points(part.view(count, groups), rows, matrices).flatten()
+        for part, count, (rows, groups) in zip(parts, words_E, shapes_E, strict=True)
+        if part.numel()
     )
+    return torch.cat([words.new_empty(0, dtype=torch.int8), *unpacked])
 
 
 def _fill(flat: Tensor, size: int, parts: Iterable[Tensor]) -> Tensor:

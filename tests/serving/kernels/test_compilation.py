@@ -26,7 +26,7 @@ def test_no_number_of_tokens_needs_other_kernels(tokens: int, top_k: int, expert
     assert kernels(choose(tokens * top_k, experts, bits), tokens * top_k) in ahead
 
 
-@pytest.mark.parametrize("scheme", ["plain", "group-32"])
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
 def test_a_kind_of_layer_is_compiled_once(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     monkeypatch.setattr(compilation, "ONE_KERNEL", ((2, 64), (4, 1024)))  # fewer tokens for the interpreter
     weights = RandomLayer(device, scheme, torch.float32).weights

@@ -4,6 +4,7 @@ import torch
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
+from moe_coverage_plugin.serving.scheme import ExpertScheme
 from tests.serving.kernels.random_layers import FEW, MANY, PLANS, SCHEMES, TOP_K, RandomLayer, error
 from tests.serving.random_experts import RaggedExperts
 
@@ -122,6 +123,16 @@ def test_a_rank_without_channels(device: torch.device, bias: bool, plan: LaunchP
     experts = RaggedExperts([1, 1], 64, dtype=torch.float32, bias=bias)
     ranks = [RandomLayer(device, experts=experts, rank=rank, world_size=3) for rank in range(3)]
     assert [layer.weights.width for layer in ranks] == [1, 1, 0]
+    inputs = ranks[0].inputs(2)
+    found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
+    assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
+
+
+@both_paths
+def test_a_rank_without_channels_and_zero_points(device: torch.device, plan: LaunchPlan) -> None:
+    experts = RaggedExperts([8, 8], 64, ExpertScheme(4, None, zero_points=True), torch.float32)
+    ranks = [RandomLayer(device, experts=experts, rank=rank, world_size=3) for rank in range(3)]
+    assert 0 in [layer.weights.width for layer in ranks]
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
     assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
