@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -35,15 +34,13 @@ from benchmarks.allocation.bench import Bench, mean_loss, open_linear
 from benchmarks.allocation.recipes import BLOCKS, HAMILTON, PAPER, UNIFORM, Recipe, channels, recommended
 from benchmarks.allocation.sizes import BYTES_PER_NUMBER
 from benchmarks.allocation.tables import ALL_CORPORA, Setting
-from benchmarks.allocation.text import Source, calibration_pools, draw, evaluation_windows
+from benchmarks.allocation.text import calibration_pools, draw, evaluation_windows
 from benchmarks.commands import portable
-from benchmarks.markers import RESULTS, markers, write_between
 from benchmarks.plan import processor
+from benchmarks.records import Record, append_run, run_parser, write_runs
 from moe_coverage_plugin import load
-from moe_coverage_plugin.atomic_files import write_atomically
 from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
 
-MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
 RESULT = Path(__file__).with_name("results") / "nf4.json"
 NAME = "nf4"
 PACKAGES = (
@@ -282,12 +279,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def section(records: list[dict[str, Any]]) -> str:
-    """Markdown of all runs."""
-    return "\n\n".join(_run(record) for record in records)
-
-
-def _run(record: dict[str, Any]) -> str:
+def section(record: Record) -> str:
+    """Markdown of a run."""
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
     windows, length = record["batch"]
     lines = [
@@ -352,54 +345,19 @@ def _padding_table(rows: list[dict[str, Any]]) -> str:
     return tabulate(table, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
 
 
-def write_results(result: Path) -> None:
-    """Put the runs of a result file into RESULTS.md."""
-    begin, end = markers(NAME)
-    introduction = f"## NF4 by bitsandbytes\n\nWritten by `python -m benchmarks.nf4 --render`.\n\n{begin}\n{end}\n"
-    write_between(RESULTS, NAME, introduction, section(json.loads(result.read_text())))
-
-
-def _model(argument: str) -> tuple[str, Path]:
-    name, separator, path = argument.rpartition("=")
-    return name if separator else Path(path).name, Path(path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.nf4",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = {"type": Source.parse, "nargs": "+", "metavar": "NAME=FILE[@SKIP]"}
-    accelerator = torch.accelerator.current_accelerator()
-    parser.add_argument("--model", type=_model, default=("mini_moe", MINI_MOE), metavar="[NAME=]DIR")
-    parser.add_argument("--calibration", **source, default=[Source("calibration", MINI_MOE / "calibration.txt")])
-    parser.add_argument("--evaluation", **source, default=[Source("heldout", MINI_MOE / "heldout.txt")])
-    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
-    parser.add_argument("--calibration-windows", type=int, default=96, help="drawn from the calibration texts")
+    parser = run_parser("benchmarks.nf4", __doc__, "--calibration", RESULT, "to measure speed in")
     parser.add_argument("--sparsity", type=float, default=0.25)
     parser.add_argument("--batch-size", type=int, default=8, help="windows at once where speed is measured")
     parser.add_argument("--new-tokens", type=int, default=32, help="decoded where speed is measured")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="float32" if accelerator is None else "bfloat16",
-        help="to measure speed in; many CPUs compute in float32 only",
-    )
-    parser.add_argument("--directory", type=Path, help="for checkpoints, which are removed at the end")
-    parser.add_argument("--output", type=Path, default=RESULT, help="JSON; runs are added to it")
-    parser.add_argument("--render", action="store_true", help="measure nothing, write RESULTS.md")
     args = parser.parse_args()
     if args.render:
-        write_results(args.output)
+        write_runs(NAME, "NF4 by bitsandbytes", args.output, section)
         return
     record = measure(args)
-    records = json.loads(args.output.read_text()) if args.output.exists() else []
-    write_atomically(args.output, (json.dumps([*records, record], indent=1) + "\n").encode())
-    print(_run(record))
+    append_run(args.output, record)
+    print(section(record))
 
 
 if __name__ == "__main__":

@@ -33,16 +33,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.allocation.bench import mean_loss, open_linear
 from benchmarks.allocation.tables import ALL_CORPORA
-from benchmarks.allocation.text import WINDOW, Source, Windows, calibration_pools, draw, evaluation_windows
+from benchmarks.allocation.text import WINDOW, Windows, calibration_pools, draw, evaluation_windows
 from benchmarks.commands import portable
-from benchmarks.markers import RESULTS, markers, write_between
 from benchmarks.plan import processor
+from benchmarks.records import Record, append_run, run_parser, write_runs
 from moe_coverage_plugin import RecoveryOptions, finetune, load, recommended_recipe
-from moe_coverage_plugin.atomic_files import write_atomically
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recovery import Recovered
 
-MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
 RESULT = Path(__file__).with_name("results") / "recovery.json"
 NAME = "recovery"
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "peft", "torch")
@@ -176,12 +174,8 @@ def recovered_share(figures: dict[str, dict[str, float]]) -> float:
     return (pruned - recovered) / (pruned - unpruned)
 
 
-def section(records: list[dict[str, Any]]) -> str:
-    """Markdown of all runs."""
-    return "\n\n".join(_run(record) for record in records)
-
-
-def _run(record: dict[str, Any]) -> str:
+def section(record: Record) -> str:
+    """Markdown of a run."""
     options, figures = record["options"], record["losses"]
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
     means = {name: statistics.mean(by_text.values()) for name, by_text in figures.items()}
@@ -227,15 +221,6 @@ def _run(record: dict[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def write_results(result: Path) -> None:
-    """Put the runs of a result file into RESULTS.md."""
-    begin, end = markers(NAME)
-    introduction = (
-        f"## Recovery by fine-tuning\n\nWritten by `python -m benchmarks.recovery --render`.\n\n{begin}\n{end}\n"
-    )
-    write_between(RESULTS, NAME, introduction, section(json.loads(result.read_text())))
-
-
 def _option(argument: str) -> tuple[str, Any]:
     name, separator, value = argument.partition("=")
     if not separator:
@@ -246,24 +231,9 @@ def _option(argument: str) -> tuple[str, Any]:
         return name, value
 
 
-def _model(argument: str) -> tuple[str, Path]:
-    name, separator, path = argument.rpartition("=")
-    return name if separator else Path(path).name, Path(path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.recovery",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = {"type": Source.parse, "nargs": "+", "metavar": "NAME=FILE[@SKIP]"}
-    accelerator = torch.accelerator.current_accelerator()
-    parser.add_argument("--model", type=_model, default=("mini_moe", MINI_MOE), metavar="[NAME=]DIR")
-    parser.add_argument("--train", **source, default=[Source("calibration", MINI_MOE / "calibration.txt")])
-    parser.add_argument("--evaluation", **source, default=[Source("heldout", MINI_MOE / "heldout.txt")])
-    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
-    parser.add_argument("--calibration-windows", type=int, default=96, help="drawn from the texts to train on")
+    of_dtype = "of the pruned model and the recovered one"
+    parser = run_parser("benchmarks.recovery", __doc__, "--train", RESULT, of_dtype)
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole fine-tuning")
@@ -279,26 +249,14 @@ def main() -> None:
         metavar="NAME=VALUE",
         help="of RecoveryOptions, expert_lr=1e-3",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="float32" if accelerator is None else "bfloat16",
-        help="of the pruned model and the recovered one; many CPUs compute in float32 only",
-    )
-    parser.add_argument("--directory", type=Path, help="for checkpoints, which are removed at the end")
-    parser.add_argument("--output", type=Path, default=RESULT, help="JSON; runs are added to it")
-    parser.add_argument("--render", action="store_true", help="measure nothing, write RESULTS.md")
     args = parser.parse_args()
     args.option = dict(args.option)
-    if not args.render:
-        record = measure(args)
-        records = json.loads(args.output.read_text()) if args.output.exists() else []
-        write_atomically(args.output, (json.dumps([*records, record], indent=1) + "\n").encode())
-        print(_run(record))
-    else:
-        write_results(args.output)
+    if args.render:
+        write_runs(NAME, "Recovery by fine-tuning", args.output, section)
+        return
+    record = measure(args)
+    append_run(args.output, record)
+    print(section(record))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_a_whole_run(model_path, tmp_path, monkeypatch, capsys):
     assert packed["stored_expert_bytes"] < packed["held_expert_bytes"]
     assert whole["tokens_per_second"]["forward_ratio"] == whole["tokens_per_second"]["decode_ratio"] == 1
     assert all(speed > 0 for row in record["rows"] for speed in row["tokens_per_second"].values())
-    text = section([record])
+    text = section(record)
     assert text in capsys.readouterr().out
     assert "### tiny, 25% of the expert channels removed" in text
     assert sum(line.startswith("| unpruned, all ") for line in text.splitlines()) == 3

@@ -92,7 +92,7 @@ def test_the_whole_command(model_path: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_written():
-    text = section([record(), record() | {"model": "other"}])
+    text = "\n\n".join(map(section, [record(), record() | {"model": "other"}]))
     assert "### tiny, 50% of the expert channels removed" in text
     assert "### other" in text
     assert "**Of the rise, 60% came back.**" in text
