@@ -25,7 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default="", metavar="REGEX", help="measure only shapes whose name it finds")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--bits", type=int, nargs="+", choices=(4, 16), default=(4, 16))
+    parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8, 16), default=(4, 8, 16))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("out/kernels.jsonl"))
     parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md")

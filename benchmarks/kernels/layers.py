@@ -48,11 +48,16 @@ def draw(shape: Shape, tokens: int, generator: torch.Generator) -> Call:
 
 
 def random_tensors(widths_E: Sequence[int], hidden: int, bits: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """``w13``, ``w2`` and, of 4 bits, their scales: flat, as ``prepare`` takes them."""
+    """``w13``, ``w2`` and, of 4 and 8 bits, their scales: flat, as ``prepare`` takes them."""
     values = sum(widths_E) * hidden
     common = {"device": generator.device, "generator": generator}
     if bits == 16:
         return tuple(torch.randn(n, dtype=torch.bfloat16, **common).mul_(0.02) for n in (2 * values, values))
+    if bits == 8:
+        weights = [torch.randn(n, dtype=torch.bfloat16, **common).mul_(100) for n in (2 * values, values)]
+        rows = 2 * sum(widths_E), hidden * sum(width > 0 for width in widths_E)
+        scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(4e-4) for n in rows]
+        return *(weight.to(torch.float8_e4m3fn) for weight in weights), *scales
     words = [torch.randint(-(2**31), 2**31 - 1, (n // 8,), dtype=torch.int32, **common) for n in (2 * values, values)]
     sizes = (2 * values // GROUP_SIZE, values // GROUP_SIZE)
     scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(0.01) for n in sizes]
@@ -66,37 +71,87 @@ def ours(tensors: tuple[Tensor, ...], widths_E: Sequence[int], hidden: int) -> L
     def run(weights: Any, call: Call) -> Tensor:
         return run_kernels(*call, weights, "silu", False)
 
-    group_size = GROUP_SIZE if len(tensors) == 4 else None
+    group_size = GROUP_SIZE if tensors[0].dtype == torch.int32 else None
     return Layer(run, [prepare(*tensors, widths_E=widths_E, hidden=hidden, group_size=group_size)])
 
 
 def stock(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
     """vLLM's layers of one width, by their choice of tiles; tensors are left as they are."""
-    return _triton(tensors, shape) if len(tensors) == 2 else {"Marlin": _marlin(tensors, shape)}
+    if tensors[0].dtype == torch.int32:
+        return {"Marlin": _marlin(tensors, shape)}
+    of_8_bits = {"CUTLASS": _cutlass(tensors, shape)} if tensors[0].dtype == torch.float8_e4m3fn else {}
+    return of_8_bits | _triton(tensors, shape)
 
 
 def _triton(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
     """Triton kernels with vLLM's own choice and, where that is no tuned one, what is tuned for the unpruned width."""
     from vllm.model_executor.layers.fused_moe import fused_experts, override_config
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
+    experts, width = shape.experts, shape.width
+    is_8_bits = len(tensors) == 4
+    tuned_for = "fp8_w8a8" if is_8_bits else None
+
     def with_table(table: dict[int, Any] | None) -> Callable[[Any, Call], Tensor]:
-        def run(weights: tuple[Tensor, Tensor], call: Call) -> Tensor:
+        def run(weights: tuple[Tensor, ...], call: Call) -> Tensor:
+            quant_config = None
+            if is_8_bits:
+                quant_config = fp8_w8a8_moe_quant_config(*weights[2:], per_act_token_quant=True, per_out_ch_quant=True)
+            routing = call.topk_weights_TK, call.topk_ids_TK
             tokens = len(call.x_TH)
             # None is vLLM's own choice, said so because a call that failed leaves its table behind
             config = table[min(table, key=lambda size: abs(size - tokens))] if table else None
             with override_config(config):
-                return fused_experts(call.x_TH, *weights, call.topk_weights_TK, call.topk_ids_TK)
+                return fused_experts(call.x_TH, *weights[:2], *routing, quant_config=quant_config)
 
         return run
 
-    experts, width, hidden = shape.experts, shape.width, shape.hidden
-    copies = [(tensors[0].view(experts, 2 * width, hidden), tensors[1].view(experts, hidden, width))]
+    copies = [_of_one_width(tensors, shape)]
     layers = {"own choice": Layer(with_table(None), copies)}
-    unpruned = get_moe_configs(experts, shape.channels, None)
-    if unpruned and not get_moe_configs(experts, width, None):
+    unpruned = get_moe_configs(experts, shape.channels, tuned_for)
+    if unpruned and not get_moe_configs(experts, width, tuned_for):
         layers[f"tuned for {shape.channels} channels"] = Layer(with_table(unpruned), copies)
     return layers
+
+
+def _cutlass(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
+    """Grouped products of 8-bit floats by CUTLASS, which vLLM prefers, with what it does around them."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import run_cutlass_moe_fp8
+
+    experts, width, hidden = shape.experts, shape.width, shape.hidden
+    places = torch.ones(experts, dtype=torch.int64, device=tensors[0].device)
+    of_hidden, of_width, of_both = hidden * places, width * places, 2 * width * places
+
+    def run(weights: tuple[Tensor, ...], call: Call) -> Tensor:
+        w1, w2, w1_scale, w2_scale = weights
+        x_TH, scale_T1 = ops.scaled_fp8_quant(call.x_TH, None, use_per_token_if_dynamic=True)
+        y_TH, pairs = torch.empty_like(call.x_TH), call.topk_ids_TK.numel()
+        run_cutlass_moe_fp8(
+            *(y_TH, x_TH, w1, w2, call.topk_ids_TK, MoEActivation.SILU, experts, None),
+            *(w1_scale, w2_scale, scale_T1, None, of_hidden, of_width, of_both, of_hidden),
+            workspace13=y_TH.new_empty(pairs, max(2 * width, hidden)),
+            workspace2=y_TH.new_empty(pairs, max(width, hidden)),
+            expert_num_tokens=None,
+            out_dtype=y_TH.dtype,
+            per_act_token=True,
+            per_out_ch=True,
+            use_batched_format=False,
+            topk_weights=call.topk_weights_TK,
+            permute_scratch=None,
+        )
+        return y_TH
+
+    return Layer(run, [_of_one_width(tensors, shape)])
+
+
+def _of_one_width(tensors: tuple[Tensor, ...], shape: Shape) -> tuple[Tensor, ...]:
+    """Weights of 16 bits, or of 8 and their scales, in the shapes of vLLM."""
+    experts, width, hidden = shape.experts, shape.width, shape.hidden
+    weights = tensors[0].view(experts, 2 * width, hidden), tensors[1].view(experts, hidden, width)
+    return *weights, *(scale.float().view(experts, -1, 1) for scale in tensors[2:])
 
 
 def _marlin(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:

@@ -22,12 +22,13 @@ microseconds of ours in brackets: below 1, ours is faster.
 {BEGIN}
 {END}
 """
+TITLES = {4: "W4A16, groups of 128", 8: "FP8_DYNAMIC", 16: "bfloat16"}
 METHOD = (
     "Method: ours on experts of unequal width, in blocks of 128, beside vLLM's fused MoE on experts of one width, "
-    "with as many channels in all and the same routing; vLLM's is Marlin for 4 bits and Triton for 16, by its own "
-    "choice of tiles or what it has tuned for the unpruned width, whichever is faster. One CUDA graph each holds "
-    "calls with fresh hidden states and routing over copies of the weights, so that no copy is read again before four "
-    "times the L2 cache; the graphs are replayed in turn, and their medians divided."
+    "with as many channels in all and the same routing; vLLM's is Marlin for 4 bits, Triton for 16 by its own "
+    "choice of tiles or what it has tuned for the unpruned width, and these or CUTLASS for 8, whichever is fastest. "
+    "One CUDA graph each holds calls with fresh hidden states and routing over copies of the weights, so that no copy "
+    "is read again before four times the L2 cache; the graphs are replayed in turn, and their medians divided."
 )
 
 
@@ -49,7 +50,7 @@ def section(rows: Sequence[Row]) -> str:
     parts = [_head(rows)]
     for bits in sorted({row.bits for row in rows}):
         parts += [
-            f"### {'W4A16, groups of 128' if bits == 4 else 'bfloat16'}",
+            f"### {TITLES[bits]}",
             _table([r for r in rows if r.bits == bits]),
         ]
     failed = [row for row in rows if row.stock_us is None]

@@ -21,7 +21,7 @@ CALLS, CALLS_OF_MANY, MANY_TOKENS = 24, 4, 4096
 """Calls in a graph, and fewer from so many tokens on, where one takes long and reads all weights."""
 
 GUARD_TOKENS = 64
-MAX_DIFFERENCE = {16: 1e-2, 4: 2e-2}
+MAX_DIFFERENCE = {16: 1e-2, 8: 4e-2, 4: 2e-2}
 ERROR_CHARACTERS = 300
 
 T = TypeVar("T")

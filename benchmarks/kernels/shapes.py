@@ -67,6 +67,8 @@ def expert_bytes(width: int, hidden: int, bits: int) -> int:
     weights = 3 * width * hidden
     if bits == 16:
         return 2 * weights
+    if bits == 8:
+        return weights + 2 * (2 * width + hidden)
     return weights // 2 + 2 * (weights // GROUP_SIZE)
 
 

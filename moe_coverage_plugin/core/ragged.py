@@ -33,6 +33,7 @@ def reference_moe(
     topk_weights_TK: Tensor,
     experts: Sequence[ExpertWeights | None],
     act_fn: Callable[[Tensor], Tensor],
+    rounded: Callable[[Tensor], Tensor] = Tensor.double,
 ) -> Tensor:
     """The judge of every kernel, loader and slice: a loop over experts, all arithmetic in float64.
 
@@ -42,6 +43,7 @@ def reference_moe(
         topk_weights_TK: their routing weights, floating.
         experts: one entry per expert, each of its own width; ``None`` is a removed expert.
         act_fn: the gate's activation, e.g. ``torch.nn.functional.silu``.
+        rounded: float64 values for what enters a projection, ``[rows, channels]``, of quantized activations.
 
     Returns:
         ``y_TH`` in the dtype of ``x_TH``.
@@ -58,19 +60,23 @@ def reference_moe(
         if expert is None:
             assert token_N.numel() == 0, f"{token_N.numel()} tokens are routed to removed expert {index}"
             continue
-        z_NH = _expert_forward(x64_TH[token_N], expert, act_fn)
+        z_NH = _expert_forward(x64_TH[token_N], expert, act_fn, rounded)
         y64_TH.index_add_(0, token_N, z_NH * topk_weights_TK[token_N, slot_N].double()[:, None])
     return y64_TH.to(x_TH.dtype)
 
 
-def _expert_forward(x_TH: Tensor, expert: ExpertWeights, act_fn: Callable[[Tensor], Tensor]) -> Tensor:
+def _expert_forward(
+    x_TH: Tensor, expert: ExpertWeights, act_fn: Callable[[Tensor], Tensor], rounded: Callable[[Tensor], Tensor]
+) -> Tensor:
     gate_NH, up_NH, down_HN, *biases = (None if w is None else w.double() for w in expert)
     assert gate_NH is not None
     assert up_NH is not None
     assert down_HN is not None
     gate_bias_N, up_bias_N, down_bias_H = biases
     linear = torch.nn.functional.linear
-    return linear(act_fn(linear(x_TH, gate_NH, gate_bias_N)) * linear(x_TH, up_NH, up_bias_N), down_HN, down_bias_H)
+    x_TH = rounded(x_TH)
+    h_TN = act_fn(linear(x_TH, gate_NH, gate_bias_N)) * linear(x_TH, up_NH, up_bias_N)
+    return linear(rounded(h_TN), down_HN, down_bias_H)
 
 
 def sort_descending(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
-    """Experts of one layer, each of its own width, in 16 bits or packed 4 bits; partial sums under tensor parallelism.
+    """Experts of one layer, each of its own width, in 16, 8 or packed 4 bits; partial sums under tensor parallelism.
 
     On a GPU they run in our Triton kernels; where those cannot, in plain torch, which is slow and says so.
     vLLM's runner routes before and sums over ranks after.
@@ -123,7 +123,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         # a build of vLLM for CPUs need not have Triton
         from moe_coverage_plugin.serving.kernels import compile_ahead, prepare, refusal, run_kernels
 
-        reason = refusal(local.widths_E, local.hidden, group_size, torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        reason = refusal(local.widths_E, local.hidden, group_size, capability, self.scheme.bits)
         if reason is not None:
             announce_slow_path(reason)
             return

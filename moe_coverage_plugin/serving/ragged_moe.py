@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_coverage_plugin.serving import float8
 from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import ZERO_POINT, ExpertShapes, Part
@@ -22,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class RaggedWeights(NamedTuple):
-    """Flat parameters of a layer's experts; scales where the weights are packed, the others where there are any."""
+    """Flat parameters of a layer's experts; scales where weights have 4 or 8 bits, the others where there are any."""
 
     w13: Tensor
     w2: Tensor
@@ -60,8 +61,9 @@ def ragged_moe(
         x_TH: hidden states.
         topk_weights_TK: routing weights, usually float32.
         topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does -1, vLLM's mark of padding.
-        w13, w2: flat weights in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH``, or int32 words.
-        w13_scale, w2_scale: flat scales of packed weights.
+        w13, w2: flat weights in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH`` or in 8-bit floats, to
+            which activations are then rounded, too, or int32 words.
+        w13_scale, w2_scale: flat scales of packed and of 8-bit weights.
         w13_bias, w2_bias: flat biases.
         w13_zero_point, w2_zero_point: flat zero points of packed weights that are asymmetric, as words.
         widths_E: channels of each expert on this rank.
@@ -72,7 +74,8 @@ def ragged_moe(
     Returns:
         ``y_TH`` in the dtype of ``x_TH``, accumulated in float32.
     """
-    scheme = ExpertScheme(16 if w13_scale is None else 4, group_size or None, w13_zero_point is not None)
+    bits = {torch.int32: 4, float8.FLOAT8: 8}.get(w13.dtype, 16)
+    scheme = ExpertScheme(bits, group_size or None, w13_zero_point is not None)
     shapes = ExpertShapes(tuple(widths_E), x_TH.shape[-1], scheme)
     weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point)
     known = not (x_TH.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -127,8 +130,11 @@ def _expert_forward(
 
 def _linear(x: Tensor, weights: RaggedWeights, part: Part, shapes: ExpertShapes, expert: int) -> Tensor:
     bias = getattr(weights, f"{part}_bias")
-    weight = _weight(weights, part, shapes, expert, x.shape[-1])
-    return F.linear(x, weight, None if bias is None else shapes.matrix(bias, part, "bias", expert).squeeze(-1))
+    bias = None if bias is None else shapes.matrix(bias, part, "bias", expert).squeeze(-1)
+    if shapes.scheme.bits != 8:
+        return F.linear(x, _weight(weights, part, shapes, expert, x.shape[-1]), bias)
+    scale = shapes.matrix(getattr(weights, f"{part}_scale"), part, "weight_scale", expert)
+    return float8.linear(x, shapes.matrix(getattr(weights, part), part, "weight", expert), scale, bias)
 
 
 def _weight(weights: RaggedWeights, part: Part, shapes: ExpertShapes, expert: int, columns: int) -> Tensor:

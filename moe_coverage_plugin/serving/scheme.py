@@ -19,7 +19,8 @@ class ExpertScheme:
     """Storage of expert weights.
 
     Attributes:
-        bits: 16 for plain weights of any floating dtype, 4 for packed integers.
+        bits: 16 for plain weights of any floating dtype, 8 for 8-bit floats, which are multiplied with activations of
+            the same type, 4 for packed integers.
         group_size: input channels that share a scale; ``None`` for one scale per output channel and for plain weights.
         zero_points: whether the integers are asymmetric, with a zero point beside every scale.
     """
@@ -31,7 +32,7 @@ class ExpertScheme:
     @property
     def shard_unit(self) -> int:
         """Channels that may not be separated when an expert is dealt to ranks: a scale group, or a packed word."""
-        return 1 if self.bits == 16 else self.group_size or 8
+        return self.group_size or (8 if self.bits == 4 else 1)
 
 
 def layer_entry(name: str, widths: Sequence[int], entry_of: Callable[[str], Entry]) -> Entry:
@@ -63,6 +64,8 @@ def expert_scheme(entry: Entry) -> ExpertScheme | str:
     weights = entry["weights"]
     kind, strategy = _value(weights.type), _value(weights.strategy)
     order = _value(weights.actorder)
+    if kind == "float" and weights.num_bits == 8:
+        return ExpertScheme(8) if _is_fp8_dynamic(entry) else "float8 weights, but not as FP8_DYNAMIC has them"
     if kind != "int" or weights.num_bits != 4:
         return f"{kind}{weights.num_bits} weights"
     if entry.get("format") != "pack-quantized":
@@ -87,8 +90,9 @@ def supported_scheme(name: str, widths: Sequence[int], entry: Entry) -> ExpertSc
     scheme = expert_scheme(entry)
     if isinstance(scheme, str):
         raise CoverageError(
-            f"{name} has {scheme}, experts of unequal width are served in 16 bits or as int4 weights with group or "
-            "channel scales (pack-quantized): quantize the pruned model again, for example with W4A16"
+            f"{name} has {scheme}, experts of unequal width are served in 16 bits, as int4 weights with group or "
+            "channel scales (pack-quantized), or in FP8_DYNAMIC: quantize the pruned model again, for example with "
+            "W4A16"
         )
     for expert, width in enumerate(widths):
         if scheme.group_size and width % scheme.group_size:
@@ -99,12 +103,26 @@ def supported_scheme(name: str, widths: Sequence[int], entry: Entry) -> ExpertSc
     return scheme
 
 
+def _is_fp8_dynamic(entry: Mapping[str, Any]) -> bool:
+    """Whether weights have a scale for each output channel, and activations one for each token, made as they come."""
+    weights, activations = entry["weights"], entry.get("input_activations")
+    return (
+        entry.get("format") == "float-quantized"
+        and (_value(weights.strategy), weights.symmetric, weights.dynamic) == ("channel", True, False)
+        and activations is not None
+        and (_value(activations.type), activations.num_bits, _value(activations.strategy)) == ("float", 8, "token")
+        and (activations.symmetric, activations.dynamic) == (True, True)
+    )
+
+
 def _describe(entry: Entry) -> str:
     scheme = expert_scheme(entry)
     if isinstance(scheme, str):
         return f"with {scheme}"
     if scheme.bits == 16:
         return "in 16 bits"
+    if scheme.bits == 8:
+        return "in 8-bit floats"
     zeros = " and zero points" if scheme.zero_points else ""
     return f"in 4 bits with group size {scheme.group_size}{zeros}"
 

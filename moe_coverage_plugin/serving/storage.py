@@ -12,6 +12,7 @@ import torch
 
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.parallelism import rank_ranges
+from moe_coverage_plugin.serving.float8 import FLOAT8
 from moe_coverage_plugin.serving.packing import NIBBLES, packed_columns
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 
@@ -126,6 +127,8 @@ class ExpertStorage:
             has_bias: whether the projections have biases.
         """
         dtypes = {"weight": dtype}
+        if self.stored.scheme.bits == 8:
+            dtypes = {"weight": FLOAT8, "weight_scale": dtype}
         if self.stored.scheme.bits == 4:
             # The shapes are checked against the widths and not kept: their parameters are empty.
             dtypes = {"weight_packed": torch.int32, "weight_scale": dtype, "weight_shape": torch.int64}
@@ -146,7 +149,7 @@ class ExpertStorage:
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of weights, scales, biases and zero points, in the order of forward passes; not all need exist."""
-        tensor = "weight" if self.stored.scheme.bits == 16 else "weight_packed"
+        tensor = "weight_packed" if self.stored.scheme.bits == 4 else "weight"
         return tuple(
             f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias", ZERO_POINT) for part in ("w13", "w2")
         )

@@ -74,7 +74,7 @@ def test_widths_of_the_models():
     assert widths == random_widths(SHAPES[0], 0) != random_widths(SHAPES[0], 1)
 
 
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [4, 8, 16])
 def test_bytes_of_an_expert_are_those_of_its_tensors(bits: int):
     tensors = random_tensors([384], 256, bits, torch.Generator().manual_seed(0))
     assert expert_bytes(384, 256, bits) == sum(tensor.nbytes for tensor in tensors)

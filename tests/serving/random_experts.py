@@ -16,9 +16,25 @@ EDGES = ((None, 0), (0, None))
 PROJECTIONS = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
 
 
+def float8_values(x: torch.Tensor) -> torch.Tensor:
+    """Float64 rows rounded to the nearest 8-bit floats, ties to even, which are scaled by the largest of each row."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / values[-1] if x.numel() else 1.0
+    wanted = x.abs() / scale
+    above = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
+    to_low, to_high = wanted - values[above - 1], values[above] - wanted
+    # the last bit of a mantissa is that of its place
+    is_low = (to_low < to_high) | ((to_low == to_high) & (above % 2 == 1))
+    return torch.where(is_low, values[above - 1], values[above]).copysign(x) * scale
+
+
 def quantize(weight: torch.Tensor, scheme: ExpertScheme) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Round to int4 as a quantizer does: what is stored, and the weight that it stands for."""
+    """Round as a quantizer does: what is stored, and the weight that it stands for."""
     rows, columns = weight.shape
+    if scheme.bits == 8:
+        scale = weight.abs().amax(-1, keepdim=True) / 448
+        values = (weight.float() / scale.float()).to(torch.float8_e4m3fn)
+        return {"weight": values, "weight_scale": scale}, values.float() * scale.float()
     groups = weight.view(rows, -1, scheme.group_size or columns)
     if scheme.zero_points:
         low, high = (edge.clamp(*at) for edge, at in zip(groups.aminmax(dim=-1, keepdim=True), EDGES, strict=True))
@@ -69,12 +85,31 @@ class RaggedExperts:
             return weight
         stored, rounded = quantize(weight, self.scheme)
         self.tensors |= {(tensor, shard, expert): value for tensor, value in stored.items()}
-        self.tensors["weight_shape", shard, expert] = torch.tensor(shape)
+        if self.scheme.bits == 4:
+            self.tensors["weight_shape", shard, expert] = torch.tensor(shape)
         return rounded
 
     def _bias(self, expert: int, shard: str, rows: int) -> torch.Tensor:
         self.tensors["bias", shard, expert] = bias = torch.randn(rows, dtype=self.dtype)
         return bias
+
+    def of_rank(self, storage: ExpertStorage) -> list[ExpertWeights | None]:
+        """The judge's experts with the channels that a rank holds."""
+        parts: list[ExpertWeights | None] = []
+        for expert, (start, stop) in zip(self.weights, storage.ranges_E, strict=True):
+            if expert is None:
+                parts.append(None)
+                continue
+            gate, up, down, *biases = expert
+            held = [gate[start:stop], up[start:stop], down[:, start:stop]]
+            if biases[0] is not None:
+                held += [biases[0][start:stop], biases[1][start:stop], biases[2] * (storage.rank == 0)]
+            parts.append(ExpertWeights(*held))
+        return parts
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """What enters a projection, as the scheme rounds it; for the judge."""
+        return float8_values(x.to(self.dtype).double()) if self.scheme.bits == 8 else x.double()
 
     def storage(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
         """Empty parameters for these experts on one rank, filled with NaN where that is possible."""

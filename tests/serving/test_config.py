@@ -85,6 +85,36 @@ def test_schemes_of_ragged_experts(config: dict[str, Any], scheme: ExpertScheme)
     assert CoverageConfig.from_config(config).schemes == dict.fromkeys(LAYERS, scheme)
 
 
+def float8_config(layout: str = "ragged", weights: Any = None, activations: Any = None) -> dict[str, Any]:
+    """What a checkpoint in ``FP8_DYNAMIC`` says, save for these fields."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    config = quantization_config(layout, **(common | {"strategy": "channel", "group_size": None} | (weights or {})))
+    group = config["config_groups"]["group_0"]
+    group["format"] = config["format"] = "float-quantized"
+    group["input_activations"] = common | {"strategy": "token", "dynamic": True} | (activations or {})
+    return config
+
+
+def test_float8() -> None:
+    assert CoverageConfig.from_config(float8_config()).schemes == dict.fromkeys(LAYERS, ExpertScheme(8))
+    assert CoverageConfig.from_config(float8_config("uniform")).schemes == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        ({"strategy": "tensor"}, {}),
+        ({"strategy": "group", "group_size": 64}, {}),
+        ({}, {"strategy": "tensor"}),
+        ({}, {"strategy": "tensor", "dynamic": False}),
+        ({}, {"type": "int"}),
+    ],
+)
+def test_float8_in_other_ways(weights: dict[str, Any], activations: dict[str, Any]) -> None:
+    with pytest.raises(CoverageError, match="has float8 weights, but not as FP8_DYNAMIC has them"):
+        CoverageConfig.from_config(float8_config("ragged", weights, activations))
+
+
 def test_one_width_is_left_to_stock_kernels_where_there_are_any() -> None:
     assert CoverageConfig.from_config(quantization_config("uniform", bits=16)).schemes == {}
     # This environment's vLLM is a CPU build, which has none for 4-bit experts but some for others.

@@ -16,6 +16,7 @@ SCHEMES = [
     (ExpertScheme(4, None), [40, 0, 8, 128, 24, 64, 0, 96]),
     (ExpertScheme(4, 32, zero_points=True), BLOCKS),
     (ExpertScheme(4, None, zero_points=True), [40, 0, 9, 128, 24, 64, 0, 97]),
+    (ExpertScheme(8), UGLY),
 ]
 
 
@@ -49,7 +50,17 @@ def forward(
 
 
 def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return reference_moe(x, ids, weights, experts.weights, torch.nn.functional.silu)
+    return reference_moe(x, ids, weights, experts.weights, torch.nn.functional.silu, experts.rounded)
+
+
+def assert_equal(experts: RaggedExperts, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if experts.scheme.bits != 8:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        return
+    # now and then an activation lies in the middle of two 8-bit floats, and the other one is an eighth away at most
+    difference, norm = (found - expected).norm(dim=-1), expected.norm(dim=-1)
+    assert (difference <= norm / 8).all()
+    assert (difference <= 1e-5 * norm).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -60,7 +71,7 @@ def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, 
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(tokens, experts.hidden), route(widths, tokens)
     found = forward(experts, *experts.loaded(), x, weights, ids)
-    torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+    assert_equal(experts, found, judge(experts, x, weights, ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,7 +91,7 @@ def test_all_tokens_to_the_same_experts(scheme: ExpertScheme, widths: list[int])
     x, (weights, _) = torch.randn(17, experts.hidden), route(widths, 17)
     ids = torch.tensor([[2, 3]]).expand(17, TOP_K)
     found = forward(experts, *experts.loaded(), x, weights, ids)
-    torch.testing.assert_close(found, judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+    assert_equal(experts, found, judge(experts, x, weights, ids))
 
 
 def test_no_tokens() -> None:
@@ -96,7 +107,14 @@ def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_s
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(32, experts.hidden), route(widths, 32)
     parts = [forward(experts, *experts.loaded(rank, world_size), x, weights, ids) for rank in range(world_size)]
-    torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+    if scheme.bits != 8:
+        assert_equal(experts, sum(parts), judge(experts, x, weights, ids))
+        return
+    # the scale of a token is that of the channels that a rank holds
+    for rank, part in enumerate(parts):
+        held = experts.of_rank(experts.storage(rank, world_size)[0])
+        expected = reference_moe(x, ids, weights, held, torch.nn.functional.silu, experts.rounded)
+        assert_equal(experts, part, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -180,4 +198,6 @@ def test_operator_is_well_formed(scheme: ExpertScheme, widths: list[int]) -> Non
         "silu",
         False,
     )
-    torch.library.opcheck(ragged_moe, arguments)
+    # the first one multiplies what it is given by zero, which torch does not do with 8-bit floats
+    of_any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ragged_moe, arguments, test_utils=of_any if scheme.bits == 8 else ("test_schema", *of_any))

@@ -12,6 +12,7 @@ SCHEMES = [
     ExpertScheme(4, None),
     ExpertScheme(4, 32, zero_points=True),
     ExpertScheme(4, None, zero_points=True),
+    ExpertScheme(8),
 ]
 WIDTHS = [64, 0, 32, 128, 96]
 
@@ -35,7 +36,7 @@ def test_ranks_share_the_stored_bytes(scheme: ExpertScheme, world_size: int) -> 
     found = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     stored = sum(t.nbytes for (tensor, _, _), t in experts.tensors.items() if tensor != "weight_shape")
     repeated = 0  # scales and zero points of whole rows are needed on every rank that holds a part of the expert
-    if scheme.bits == 4 and scheme.group_size is None:
+    if scheme.bits != 16 and scheme.group_size is None:
         storages = [experts.storage(rank, world_size)[0] for rank in range(world_size)]
         holders = sum(width > 0 for storage in storages for width in storage.local.widths_E)
         bytes_of_row = experts.dtype.itemsize + (0.5 if scheme.zero_points else 0)

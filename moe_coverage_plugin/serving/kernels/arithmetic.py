@@ -1,7 +1,8 @@
 """Arithmetic that the kernels share: rounding, dot products, activations, and 4-bit values to floating point.
 
 Triton's interpreter holds bfloat16 as bare bits: it multiplies those bits in ``tl.dot`` and truncates where hardware
-rounds to nearest. Everything that touches bfloat16 values therefore passes through here.
+rounds to nearest, and truncates to 8-bit floats, too. Everything that touches such values therefore passes through
+here.
 """
 
 import triton
@@ -49,6 +50,13 @@ def rounded(x, DTYPE: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif INTERPRETED and DTYPE == tl.float8e4nv:  # noqa: SIM300
+        # the last of three bits of the mantissa, below the least normal number that of the least
+        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 - 6)
+        last = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+        # adding so much leaves no bits for fractions
+        bits = ((x / last + 12582912.0 - 12582912.0) * last).to(DTYPE).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, bits, 0x7F).to(tl.uint8).to(DTYPE, bitcast=True)
     else:
         return x.to(DTYPE)
 
@@ -58,6 +66,9 @@ def dot(a, b, acc):
     """``a @ b + acc`` in float32; float32 operands are not rounded."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float8e4nv:
+        # Hopper keeps 14 bits while it sums products of 8-bit floats: for no longer than one call
+        return tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -68,7 +79,7 @@ def dot_tokens(w, x, acc, SWAP: tl.constexpr):
 
     Args:
         w: ``[BLOCK_N, K]``.
-        x: ``[BLOCK_M, K]``.
+        x: ``[BLOCK_M, K]``, in the type of ``w``.
         acc: float32 ``[BLOCK_N, BLOCK_M]`` if ``SWAP``, else ``[BLOCK_M, BLOCK_N]``.
         SWAP: weights are the left operand, which may stay in registers, and tokens the short side.
     """

@@ -9,7 +9,8 @@ from moe_coverage_plugin.serving.kernels.products import product, product_of_slo
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def down_kernel(
-    h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, z_ptr,
+    h_ptr, pair_scale_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr,
+    routing_weight_ptr, z_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,
     WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr,
@@ -22,7 +23,9 @@ def down_kernel(
     written.
 
     Args:
-        h_ptr: ``[pairs, h_stride]``, zero from an expert's width up to whole units.
+        h_ptr: ``[pairs, h_stride]``, zero from an expert's width up to whole units, in the type of weights unless
+            these are packed.
+        pair_scale_ptr: float32 ``[pairs]``, where ``h_ptr`` holds 8-bit floats.
         w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr: ``w2`` and its like, see ``KernelWeights``.
         expert_of_tile_ptr, sorted_ptr: see ``Routing``.
         routing_weight_ptr: ``[pairs]``, read unless ``WEIGHT_ON_INPUT``.
@@ -37,19 +40,25 @@ def down_kernel(
     live_M = pair_M < pairs
     n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = tl.minimum(n_N, hidden - 1)
+    scales = _scale(scale_ptr, table_ptr, expert, hidden, BITS) if BITS != 16 else w_ptr
     z = product(
         (h_ptr + pair_M.to(tl.int64) * h_stride)[:, None],
         live_M,
         pair_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
-        _scale(scale_ptr, table_ptr, expert, hidden) if BITS == 4 else w_ptr,
-        _scale(zero_ptr, table_ptr, expert, hidden) if HAS_ZERO else w_ptr,
+        scales,
+        _scale(zero_ptr, table_ptr, expert, hidden, BITS) if HAS_ZERO else w_ptr,
         row_N,
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width + UNIT - 1) // UNIT * UNIT,
         BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP, FAST,
     )  # fmt: skip
+    if BITS == 8:
+        # an expert without channels, which may have a bias to add, has no scales
+        scale_N = tl.load(scales + row_N, mask=row_N < tl.where(width > 0, hidden, 0), other=0.0).to(tl.float32)
+        pair_scale_M = tl.load(pair_scale_ptr + pair_M, mask=live_M, other=0.0)
+        z *= along_rows(scale_N, SWAP) * along_tokens(pair_scale_M, SWAP)
     if HAS_BIAS:
         z += along_rows(tl.load(bias_ptr + expert * hidden + row_N).to(tl.float32), SWAP)
     if not WEIGHT_ON_INPUT:
@@ -87,7 +96,7 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=["blocks_n"])
 def down_decode_kernel(
-    h_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr,
+    h_ptr, pair_scale_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, ids_ptr, routing_weight_ptr, y_ptr,
     hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr, SLOTS: tl.constexpr,
@@ -107,17 +116,23 @@ def down_decode_kernel(
     expert_S = tl.maximum(chosen_S, 0)
     # an expert that is not there has no channels to go through
     width_S = tl.load(table_ptr + expert_S * 4, mask=chosen_S >= 0, other=0).to(tl.int32)
+    scale_ptr_S = _scale(scale_ptr, table_ptr, expert_S, hidden, BITS) if BITS != 16 else slot_S
     sum_SN = product_of_slots(
         h_ptr + pair_S.to(tl.int64) * h_stride,
         _matrix(w_ptr, table_ptr, expert_S, hidden, BITS, UNIT),
-        _scale(scale_ptr, table_ptr, expert_S, hidden) if BITS == 4 else slot_S,
-        _scale(zero_ptr, table_ptr, expert_S, hidden) if HAS_ZERO else slot_S,
+        scale_ptr_S,
+        _scale(zero_ptr, table_ptr, expert_S, hidden, BITS) if HAS_ZERO else slot_S,
         row_N,
         block_n * BLOCK_N,
         _whole_rows(hidden),
         (width_S + UNIT - 1) // UNIT * UNIT,
         BITS, GROUP_SIZE, HAS_ZERO, SLOTS, BLOCK_N, BLOCK_K, FAST, STAGES,
     )  # fmt: skip
+    if BITS == 8:
+        alive = row_N[None, :] < tl.where(width_S > 0, hidden, 0)[:, None]
+        scale_SN = tl.load(scale_ptr_S[:, None] + row_N[None, :], mask=alive, other=0.0).to(tl.float32)
+        pair_scale_S = tl.load(pair_scale_ptr + pair_S, mask=slot_S < TOP_K, other=0.0)
+        sum_SN *= scale_SN * pair_scale_S[:, None]
     if HAS_BIAS:
         sum_SN += tl.load(bias_ptr + (expert_S * hidden)[:, None] + row_N[None, :]).to(tl.float32)
     if not WEIGHT_ON_INPUT:
@@ -138,13 +153,13 @@ def _whole_rows(hidden):
 def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
     """Where an expert's ``w2`` begins."""
     unit = tl.load(table_ptr + expert * 4 + 2)
-    if BITS == 16:
+    if BITS != 4:
         return w_ptr + unit * UNIT * hidden
     else:
         return w_ptr + unit * (UNIT // 2) * _whole_rows(hidden)
 
 
 @triton.jit
-def _scale(scale_ptr, table_ptr, expert, hidden):
+def _scale(scale_ptr, table_ptr, expert, hidden, BITS: tl.constexpr):
     """Where the scales of an expert's ``w2`` begin, or its zero points."""
-    return scale_ptr + tl.load(table_ptr + expert * 4 + 3) * _whole_rows(hidden)
+    return scale_ptr + tl.load(table_ptr + expert * 4 + 3) * (hidden if BITS == 8 else _whole_rows(hidden))

@@ -9,7 +9,8 @@ from moe_coverage_plugin.serving.kernels.products import product, tile_and_block
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
 def gate_up_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr, routing_weight_ptr, h_ptr,
+    x_ptr, token_scale_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr,
+    routing_weight_ptr, h_ptr,
     pairs, tiles, hidden, blocks_n, h_stride,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
@@ -22,11 +23,12 @@ def gate_up_kernel(
     Channels from the width up to whole units are written as zeros, nothing beyond them.
 
     Args:
-        x_ptr: ``[tokens, hidden]``.
+        x_ptr: ``[tokens, hidden]``, in the type of weights unless these are packed.
+        token_scale_ptr: float32 ``[tokens]``, where ``x_ptr`` holds 8-bit floats.
         w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr: ``w13`` and its like, see ``KernelWeights``.
         expert_of_tile_ptr, sorted_ptr: see ``Routing``; if ``DIRECT``, the experts of pairs, each pair its own tile.
         routing_weight_ptr: ``[pairs]``, read if ``WEIGHT_ON_INPUT``.
-        h_ptr: ``[pairs, h_stride]`` in the type of ``x_ptr``.
+        h_ptr: ``[pairs, h_stride]``.
         GROUP: tiles that share a block of weights one after the other, while the cache holds it.
     """
     tile, block_n = tile_and_block(tl.program_id(0), tiles, blocks_n, GROUP)
@@ -44,19 +46,25 @@ def gate_up_kernel(
     if WEIGHT_ON_INPUT:
         weight_M = tl.load(routing_weight_ptr + pair_M, mask=live_M, other=0.0).to(tl.float32)
     row_R = _rows(block_n, width, stored, BITS, BLOCK_N)
+    scales = _scale(scale_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT) if BITS != 16 else w_ptr
     acc = product(
         (x_ptr + (pair_M // TOP_K).to(tl.int64) * hidden)[:, None],
         live_M,
         weight_M,
         _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
-        _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if BITS == 4 else w_ptr,
-        _scale(zero_ptr, table_ptr, expert, hidden, GROUP_SIZE, UNIT) if HAS_ZERO else w_ptr,
+        scales,
+        _scale(zero_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT) if HAS_ZERO else w_ptr,
         row_R,
         block_n * BLOCK_N * 2,
         stored * 2,
         hidden,
-        BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT, SWAP, FAST,
+        BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT and BITS != 8, SWAP, FAST,
     )  # fmt: skip
+    if BITS == 8:
+        token_M = tl.load(token_scale_ptr + pair_M // TOP_K, mask=live_M, other=0.0)
+        # the scale of a token grows as the token does
+        token_M = token_M * weight_M if WEIGHT_ON_INPUT else token_M
+        acc *= along_rows(tl.load(scales + row_R).to(tl.float32), SWAP) * along_tokens(token_M, SWAP)
     if HAS_BIAS:
         acc += along_rows(_bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N), SWAP)
     if SWAP:
@@ -75,20 +83,20 @@ def gate_up_kernel(
 @triton.jit
 def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
     """Where an expert's ``w13`` begins."""
-    if BITS == 16:
+    if BITS != 4:
         return w_ptr + tl.load(table_ptr + expert * 4 + 1) * 2 * hidden
     else:
         return w_ptr + tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT) * ((hidden + 31) // 32 * 16)
 
 
 @triton.jit
-def _scale(scale_ptr, table_ptr, expert, hidden, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr):
+def _scale(scale_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr):
     """Where the scales of an expert's ``w13`` begin, or its zero points."""
-    row = tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT)
-    if GROUP_SIZE == 0:
-        return scale_ptr + row
+    if BITS == 8:
+        return scale_ptr + tl.load(table_ptr + expert * 4 + 1) * 2
     else:
-        return scale_ptr + row * (hidden // GROUP_SIZE)
+        groups = 1 if GROUP_SIZE == 0 else hidden // GROUP_SIZE
+        return scale_ptr + tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT) * groups
 
 
 @triton.jit
@@ -98,7 +106,7 @@ def _rows(block_n, width, stored, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
     So one product serves both, and each thread holds both of a channel. Packed rows lie in that order.
     """
     row = tl.arange(0, 2 * BLOCK_N)
-    if BITS == 16:
+    if BITS != 4:
         channel = tl.minimum(block_n * BLOCK_N + row // 16 * 8 + row % 8, width - 1)
         return row // 8 % 2 * width + channel
     else:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.serving.kernels.down import down_decode_kernel, down_kernel, sum_kernel
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
+from moe_coverage_plugin.serving.kernels.quantization import quantize, quantize_channels
 from moe_coverage_plugin.serving.kernels.routing import Routing, route
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, Tiles, choose
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
@@ -30,7 +31,7 @@ def ragged_experts(
     equal bits.
 
     Args:
-        x_TH: hidden states, bfloat16, float16 or float32, in the dtype of plain weights and of scales.
+        x_TH: hidden states, bfloat16, float16 or float32, in the dtype of plain weights of 16 bits and of scales.
         topk_weights_TK: routing weights, floating.
         topk_ids_TK: integer expert numbers; those of width 0 add nothing, nor do negative ones.
         weights: from ``prepare``.
@@ -87,8 +88,10 @@ class _Layer:
         weights, blocks_n = self.weights, triton.cdiv(self.weights.padded_width, tiles.block_n)
         if blocks_n == 0:
             return
+        options = self._common(x_TH, tiles)
+        x_TH, token_scale_T = quantize(x_TH) if weights.bits == 8 else (x_TH, None)
         gate_up_kernel[(experts.numel() * blocks_n,)](
-            *(x_TH, weights.w13, weights.w13_scale, weights.w13_zero_point, weights.w13_bias),
+            *(x_TH, token_scale_T, weights.w13, weights.w13_scale, weights.w13_zero_point, weights.w13_bias),
             *(weights.table_E4, experts, sorted_pairs, self.topk_weights_TK, h_PN),
             *(self.pairs, experts.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
             TOP_K=self.top_k,
@@ -97,21 +100,22 @@ class _Layer:
             DIRECT=sorted_pairs is None,
             EVEN_K=weights.hidden % tiles.block_k == 0,
             **self._tiled(block_m, tiles),
-            **self._common(x_TH, tiles),
+            **options,
         )
 
     def down(self, h_PN: Tensor, z_PH: Tensor, routing: Routing, block_m: int, tiles: Tiles) -> None:
         """Down by tiles of pairs."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
-        used = routing.expert_of_tile
+        used, options = routing.expert_of_tile, self._common(h_PN, tiles)
+        h_PN, pair_scale_P = self._quantized(h_PN)
         down_kernel[(used.numel() * blocks_n,)](
-            *(h_PN, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
+            *(h_PN, pair_scale_P, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
             *(weights.table_E4, used, routing.sorted_pairs, self.topk_weights_TK, z_PH),
             *(self.pairs, used.numel(), weights.hidden, blocks_n, h_PN.stride(0)),
             HAS_BIAS=weights.w2_bias is not None,
             EVEN_K=weights.unit % tiles.block_k == 0,
             **self._tiled(block_m, tiles),
-            **self._common(h_PN, tiles),
+            **options,
         )
 
     def sum(self, z_PH: Tensor, y_TH: Tensor) -> None:
@@ -128,16 +132,24 @@ class _Layer:
     def down_decode(self, h_PN: Tensor, y_TH: Tensor, tiles: Tiles) -> None:
         """Down and the sum, token by token."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
+        options = self._common(h_PN, tiles)
+        h_PN, pair_scale_P = self._quantized(h_PN)
         down_decode_kernel[(len(y_TH) * blocks_n,)](
-            *(h_PN, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
+            *(h_PN, pair_scale_P, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
             *(weights.table_E4, self.topk_ids_TK, self.topk_weights_TK, y_TH),
             *(weights.hidden, blocks_n, h_PN.stride(0)),
             TOP_K=self.top_k,
             HAS_BIAS=weights.w2_bias is not None,
             SLOTS=triton.next_power_of_2(self.top_k),
             STAGES=tiles.stages,
-            **self._common(h_PN, tiles),
+            **options,
         )
+
+    def _quantized(self, h_PN: Tensor) -> tuple[Tensor, Tensor | None]:
+        weights = self.weights
+        if weights.bits != 8:
+            return h_PN, None
+        return quantize_channels(h_PN, self.topk_ids_TK.flatten(), weights.table_E4, weights.unit)
 
     @staticmethod
     def _tiled(block_m: int, tiles: Tiles) -> dict[str, int | bool]:

@@ -22,7 +22,7 @@ def product(
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS`` rows of one expert's matrix times ``BLOCK_M`` tokens.
+    """``ROWS`` rows of one expert's matrix times ``BLOCK_M`` tokens; of 8-bit floats, not scaled.
 
     Args:
         x_ptrs_M1: where each token's activations begin.
@@ -39,7 +39,7 @@ def product(
         float32 in the orientation of ``dot_tokens``.
     """
     acc = accumulator(BLOCK_M, ROWS, SWAP)
-    if BITS == 16:
+    if BITS != 4:
         column = tl.arange(0, BLOCK_K)
         w_ptrs = (w_ptr + row_R * channels)[:, None]
         for k in range(0, channels, BLOCK_K):
@@ -81,7 +81,8 @@ def product_of_slots(
 ):  # fmt: skip
     """``product`` for a single token per matrix, of several experts at once, without dot products.
 
-    Everything is multiplied and summed in float32. All experts' weights are on their way at the same time.
+    Everything is multiplied and summed in float32, 8-bit floats not scaled. All experts' weights are on their way at
+    the same time.
 
     Args:
         x_ptr_S: where each expert's activations begin.
@@ -95,7 +96,7 @@ def product_of_slots(
     """
     column = tl.arange(0, BLOCK_K)
     last = tl.max(channels_S)
-    if BITS == 16:
+    if BITS != 4:
         w_ptrs = w_ptr_S[:, None, None] + row_R[None, :, None] * channels_S[:, None, None] + column[None, None, :]
         acc_SRK = tl.zeros((SLOTS, ROWS, BLOCK_K), dtype=tl.float32)
         for k in tl.range(0, last, BLOCK_K, num_stages=STAGES):

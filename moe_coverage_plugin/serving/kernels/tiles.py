@@ -55,6 +55,7 @@ class LaunchPlan:
 
 # Pairs up to which a plan is taken, and the plan.
 _DECODE_PLAIN = ((32, LaunchPlan("decode", Tiles(32, 64, 4, 6), Tiles(8, 128, 4, 3))),)
+_DECODE_FLOAT8 = ((32, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(8, 256, 4, 3))),)
 _DECODE_PACKED = (
     (16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),
     (32, LaunchPlan("decode", Tiles(64, 128, 4, 4), Tiles(16, 128, 4, 3))),
@@ -89,7 +90,23 @@ _PACKED = (
     (160, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group=8), Tiles(128, 64, 4, 4, group=8), block_m=64)),
     (inf, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group=8), Tiles(128, 64, 4, 4, group=8), block_m=128)),
 )
+# not measured yet
+_FLOAT8 = (
+    (10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 4), block_m=16)),
+    (24, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 4), block_m=32)),
+    (48, LaunchPlan("tiled", Tiles(64, 128, 4, 3, group=16), Tiles(128, 128, 4, 3, group=16), block_m=64)),
+    (
+        inf,
+        LaunchPlan(
+            "tiled",
+            Tiles(128, 128, 8, 3, group=16, swap=False),
+            Tiles(256, 128, 8, 3, group=16, swap=False),
+            block_m=128,
+        ),
+    ),
+)
 _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
+_TABLES = {16: (_DECODE_PLAIN, _PLAIN), 8: (_DECODE_FLOAT8, _FLOAT8), 4: (_DECODE_PACKED, _PACKED)}
 
 
 @cache
@@ -99,12 +116,12 @@ def choose(pairs: int, experts: int, bits: int, itemsize: int = 2) -> LaunchPlan
     Args:
         pairs: tokens times experts per token.
         experts: number of experts, removed ones included.
-        bits: of weights, 16 for plain ones of any dtype.
+        bits: of weights, see ``KernelWeights``.
         itemsize: bytes of a hidden state.
     """
-    if itemsize == 4:
+    if _has_no_table(bits, itemsize):
         return _FLOAT32
-    decode, tiled = (_DECODE_PLAIN, _PLAIN) if bits == 16 else (_DECODE_PACKED, _PACKED)
+    decode, tiled = _TABLES[bits]
     # pairs of one expert would each read its weights anew: few should meet
     few = [plan for limit, plan in decode if pairs <= limit and 3 * pairs <= experts]
     return few[0] if few else next(plan for limit, plan in tiled if pairs / experts <= limit)
@@ -112,7 +129,11 @@ def choose(pairs: int, experts: int, bits: int, itemsize: int = 2) -> LaunchPlan
 
 def all_plans(bits: int, itemsize: int = 2) -> list[LaunchPlan]:
     """Every plan that ``choose`` may give, the smallest first."""
-    if itemsize == 4:
+    if _has_no_table(bits, itemsize):
         return [_FLOAT32]
-    tables = (_DECODE_PLAIN, _PLAIN) if bits == 16 else (_DECODE_PACKED, _PACKED)
-    return [plan for table in tables for _, plan in table]
+    return [plan for table in _TABLES[bits] for _, plan in table]
+
+
+def _has_no_table(bits: int, itemsize: int) -> bool:
+    # activations of 8 bits are those that products are made of, whatever hidden states are
+    return itemsize == 4 and bits != 8

@@ -22,9 +22,11 @@ SCALE_ROWS = 16
 """Rows whose scales lie together; packed matrices have a multiple of them."""
 
 ZERO_NIBBLE = 8
-MAX_UNIT, MIN_UNIT = 128, 8
+MAX_UNIT, BYTES_OF_UNIT = 128, 16
 MIN_CAPABILITY = (8, 0)
 """The first with bfloat16 and asynchronous copies."""
+
+MIN_CAPABILITY_FLOAT8 = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class KernelWeights:
 
     Experts lie end to end. Widths are padded to whole units of ``unit`` channels where that is said.
 
-    Plain weights: ``w13`` is ``[2 N, H]``, gate rows above up rows; ``w2`` is ``[H, N padded]``.
+    Plain weights: ``w13`` is ``[2 N, H]``, gate rows above up rows; ``w2`` is ``[H, N padded]``. Those of 8 bits have
+    a scale for each row, ``[2 N]`` and, where an expert has channels, ``[H]``.
 
     Packed weights: uint8 in the order of ``repack_int4``; scales ``[groups, rows]`` in the order of ``repack_scales``,
     and so are zero points, in the type of scales.
@@ -42,13 +45,13 @@ class KernelWeights:
 
     Attributes:
         w13, w2: flat.
-        w13_scale, w2_scale: flat, of packed weights.
+        w13_scale, w2_scale: flat, of packed and of 8-bit weights.
         w13_bias, w2_bias: flat, ``[2 N]`` and ``[H]`` each, not padded; a removed expert has a down bias.
         w13_zero_point, w2_zero_point: flat, of packed weights that are asymmetric.
         table_E4: int64 rows of width, first channel, first unit, first scale group of ``w2``.
         hidden: hidden size ``H``.
         width: the largest width.
-        bits: 16 for plain weights of any floating dtype, or 4.
+        bits: 4 for packed weights, 8 for 8-bit floats, 16 for plain weights of any other floating dtype.
         group_size: input channels per scale, 0 for one scale per row.
         unit: a power of two; 128 where all widths are multiples of it.
     """
@@ -90,7 +93,9 @@ class KernelWeights:
         return _whole(self.width, self.unit)
 
 
-def refusal(widths_E: Sequence[int], hidden: int, group_size: int | None, capability: tuple[int, int]) -> str | None:
+def refusal(
+    widths_E: Sequence[int], hidden: int, group_size: int | None, capability: tuple[int, int], bits: int = 16
+) -> str | None:
     """Why the kernels cannot run these experts, ``None`` if they can.
 
     Args:
@@ -98,10 +103,15 @@ def refusal(widths_E: Sequence[int], hidden: int, group_size: int | None, capabi
         hidden: hidden size.
         group_size: input channels per scale, ``None`` without scales or with one per row.
         capability: of the card.
+        bits: of weights, see ``KernelWeights``.
     """
-    if capability < MIN_CAPABILITY:
-        needed, found = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
-        return f"the kernels need compute capability {needed}, the card has {found}"
+    least = MIN_CAPABILITY_FLOAT8 if bits == 8 else MIN_CAPABILITY
+    if capability < least:
+        needed, found = (".".join(map(str, version)) for version in (least, capability))
+        of_bits = " for 8-bit floats" if bits == 8 else ""
+        return f"the kernels need compute capability {needed}{of_bits}, the card has {found}"
+    if bits == 8 and hidden % BYTES_OF_UNIT:
+        return f"hidden size {hidden} is no multiple of {BYTES_OF_UNIT}, which 8-bit floats need"
     if group_size and group_size % CHUNK:
         return f"group size {group_size} is no multiple of {CHUNK}"
     if 2 * max(widths_E) * hidden >= 2**31:
@@ -127,11 +137,11 @@ def prepare(
 
     Packed weights and scales are **overwritten**; the result shares their memory wherever nothing must be padded, so
     this may be called once for each time that they were loaded. Plain weights are taken as they are, save ``w2`` where
-    a width is no multiple of 8, which is copied with padded rows.
+    rows of a width are not whole sixteens of bytes, which is copied with padded rows.
 
     Args:
-        w13, w2: plain weights in the dtype of the hidden states, or int32 words.
-        w13_scale, w2_scale: scales of packed weights.
+        w13, w2: plain weights in the dtype of the hidden states or in ``float8_e4m3fn``, or int32 words.
+        w13_scale, w2_scale: scales of packed weights and of 8-bit ones.
         w13_bias, w2_bias: biases, where there are any.
         w13_zero_point, w2_zero_point: zero points of packed weights that are asymmetric, int32 words. They grow to the
             type of scales, a small part of the weights.
@@ -140,11 +150,12 @@ def prepare(
         group_size: input channels per scale, ``None`` for one scale per row and for plain weights.
     """
     assert not group_size or group_size % CHUNK == 0
-    packed = w13_scale is not None
-    unit = CHUNK if packed else _common_unit(widths_E)
+    packed = w13.dtype == torch.int32
+    unit = CHUNK if packed else _common_unit(widths_E, BYTES_OF_UNIT // min(w13.itemsize, 2))
     units_E = [-(-width // unit) for width in widths_E]
     groups_E = [_groups(width, group_size) for width in widths_E]
     if packed:
+        assert w13_scale is not None
         assert w2_scale is not None
         groups = _groups(hidden, group_size)
         if w13_zero_point is not None and w2_zero_point is not None:
@@ -165,7 +176,7 @@ def prepare(
         table_E4=torch.tensor(list(table), dtype=torch.int64).to(w13.device),
         hidden=hidden,
         width=max(widths_E),
-        bits=4 if packed else 16,
+        bits=4 if packed else 8 if w13.itemsize == 1 else 16,
         group_size=group_size or 0,
         unit=unit,
     )
@@ -284,9 +295,9 @@ def _groups(channels: int, group_size: int | None) -> int:
     return -(-channels // (group_size or channels)) if channels else 0
 
 
-def _common_unit(widths_E: Sequence[int]) -> int:
+def _common_unit(widths_E: Sequence[int], least: int) -> int:
     unit = MAX_UNIT
-    while unit > MIN_UNIT and any(width % unit for width in widths_E):
+    while unit > least and any(width % unit for width in widths_E):
         unit //= 2
     return unit
 

@@ -19,6 +19,8 @@ from moe_coverage_plugin.serving.kernels.tiles import Tiles, all_plans
 HOPPER = GPUTarget("cuda", 90, 32)
 TOP_K, GROUP_SIZE, UNIT = 4, 128, 32
 TYPES = {
+    "token_scale_ptr": "*fp32",
+    "pair_scale_ptr": "*fp32",
     "table_ptr": "*i64",
     "expert_of_tile_ptr": "*i32",
     "sorted_ptr": "*i32",
@@ -30,7 +32,7 @@ TYPES = {
 def ttgir(
     kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: bool = False, has_zero: bool = False
 ) -> str:
-    """The kernel for bfloat16 hidden states, and weights in packed words or bfloat16."""
+    """The kernel for bfloat16 hidden states and outputs; products of 8-bit floats have both factors in them."""
     constants = {
         "BITS": bits,
         "GROUP_SIZE": GROUP_SIZE if bits == 4 else 0,
@@ -49,10 +51,15 @@ def ttgir(
     }
     if not has_zero:
         constants["zero_ptr"] = None
+    if bits != 8:
+        constants["token_scale_ptr" if kernel is gate_up_kernel else "pair_scale_ptr"] = None
     if kernel is gate_up_kernel:
         constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "DIRECT": False}
     names = kernel.arg_names
-    types = TYPES | {"w_ptr": "*u8" if bits == 4 else "*bf16"} | dict.fromkeys(constants, "constexpr")
+    factors = {4: {"w_ptr": "*u8"}, 8: dict.fromkeys(("w_ptr", "x_ptr", "h_ptr"), "*fp8e4nv"), 16: {}}[bits]
+    if kernel is gate_up_kernel:
+        factors.pop("h_ptr", None)
+    types = TYPES | factors | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
     aligned = [name for name in names if name.endswith("_ptr") and name not in constants] + ["hidden", "h_stride"]
     source = ASTSource(
@@ -68,7 +75,7 @@ def ttgir(
 def main() -> None:
     """Every plan of the table whose products are dot products, and one that weights its inputs."""
     found = {}
-    for bits in (4, 16):
+    for bits in (4, 8, 16):
         for plan in all_plans(bits):
             if plan.path == "tiled":
                 for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):

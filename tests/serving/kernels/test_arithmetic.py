@@ -49,6 +49,18 @@ def test_rounded_to_nearest_even(device: torch.device, dtype: torch.dtype) -> No
     assert torch.equal(found, x.to(dtype))
 
 
+def test_rounded_to_8_bits(device: torch.device) -> None:
+    """Every value, the middle of every two, and what lies at either side of the middle."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.zeros(6)])
+    x = torch.cat([x, -x, torch.tensor([torch.nan])]).to(device)
+    x = torch.nn.functional.pad(x, (0, 2048 - len(x)))
+    found = torch.empty(2048, dtype=torch.float8_e4m3fn, device=device)
+    rounded_kernel[(1,)](x, found, tl.float8e4nv, 2048)
+    torch.testing.assert_close(found.float(), x.to(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+
+
 @triton.jit
 def scaled_kernel(x_ptr, scale_ptr, y_ptr, FAST: tl.constexpr, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)

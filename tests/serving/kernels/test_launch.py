@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from moe_coverage_plugin.core.ragged import reference_moe
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
@@ -21,7 +22,7 @@ def test_equals_reference(device: torch.device, scheme: str, plan: str) -> None:
 
 @both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros", "float8"])
 def test_other_dtypes(device: torch.device, scheme: str, dtype: torch.dtype, plan: LaunchPlan) -> None:
     layer = RandomLayer(device, scheme, dtype)
     inputs = layer.inputs(3)
@@ -39,7 +40,7 @@ def test_default_plan(device: torch.device, tokens: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="so many tokens take minutes in the interpreter")
 @pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
-@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64", "group-128-zeros"])
+@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64", "group-128-zeros", "float8-blocks"])
 def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> None:
     """Every one of them, with as many tokens as it is chosen for, and with fewer and more."""
     layer = RandomLayer(device, scheme)
@@ -50,7 +51,7 @@ def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> N
 
 
 @both_paths
-@pytest.mark.parametrize("scheme", ["plain", "channel"])
+@pytest.mark.parametrize("scheme", ["plain", "channel", "float8"])
 def test_biases(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
     layer = RandomLayer(device, scheme, bias=True)
     inputs = layer.inputs(3)
@@ -74,13 +75,18 @@ def test_activations(device: torch.device, activation: str, plan: LaunchPlan) ->
         ("group-32", "decode"),
         ("group-32", "decode-wide"),
         ("group-32", "tiled-swap"),
+        ("float8", "decode"),
+        ("float8", "tiled"),
     ],
 )
 def test_weight_on_input(device: torch.device, scheme: str, plan: str) -> None:
     layer = RandomLayer(device, scheme)
-    inputs = layer.inputs(3)
-    found = ragged_experts(*inputs, layer.weights, weight_on_input=True, plan=PLANS[plan])
-    assert error(found, layer.judge(*inputs, weight_on_input=True)) < layer.bound
+    x_TH, weights_TK, ids_TK = layer.inputs(3)
+    if scheme == "float8":
+        # to be weighted before or after they are rounded to 8 bits is the same for these alone
+        weights_TK = torch.exp2(weights_TK.log2().round())
+    found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, weight_on_input=True, plan=PLANS[plan])
+    assert error(found, layer.judge(x_TH, weights_TK, ids_TK, weight_on_input=True)) < layer.bound
 
 
 @pytest.mark.parametrize(
@@ -136,6 +142,19 @@ def test_a_rank_without_channels_and_zero_points(device: torch.device, plan: Lau
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
     assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
+
+
+@both_paths
+def test_ranks_of_8_bits(device: torch.device, plan: LaunchPlan) -> None:
+    """Each for itself, since the scale of a token is that of a rank's channels; one expert's are on one rank only."""
+    experts = RaggedExperts([1, 0, 200], 96, ExpertScheme(8), bias=True)
+    for rank in range(2):
+        layer = RandomLayer(device, experts=experts, rank=rank, world_size=2)
+        x_TH, weights_TK, ids_TK = layer.inputs(3)
+        held = experts.of_rank(experts.storage(rank, 2)[0])
+        routing = ids_TK.cpu().long(), weights_TK.cpu()
+        expected = reference_moe(x_TH.cpu().double(), *routing, held, ACTIVATIONS["silu"], experts.rounded)
+        assert error(ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan), expected) < layer.bound
 
 
 @both_paths

@@ -3,7 +3,7 @@ import pytest
 from moe_coverage_plugin.serving.kernels.tiles import choose
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_plan_is_possible(itemsize: int, bits: int) -> None:
     for pairs in [1, 8, 64, 65, 512, 2048, 8192, 65536]:
