@@ -2,9 +2,10 @@
 
 The model has the shape of Qwen3-30B-A3B and random weights. Variants, each in an engine of its own: stock4 (unpruned,
 W4A16 in groups of 128, attention included, head and routers not), ours4 (the same with a quarter of the expert
-channels gone, random widths in blocks of 128), stock16 and ours16 (bfloat16). Measured: weights memory, decoded
-tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens, seconds of the start. Prints
-ratios and writes all figures with the card and versions; the file is written anew after every variant.
+channels gone, random widths in blocks of 128), stock8 and ours8 (FP8_DYNAMIC), stock16 and ours16 (bfloat16).
+Measured: weights memory, decoded tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens,
+seconds of the start. Prints ratios and writes all figures with the card and versions; the file is written anew after
+every variant.
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
     python -m benchmarks.serving --tensor-parallel-size 2 --output benchmarks/results/serving_tp2.json

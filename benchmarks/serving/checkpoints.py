@@ -67,6 +67,8 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "stock4": Variant(4, pruned=False),
     "ours4": Variant(4, pruned=True),
+    "stock8": Variant(8, pruned=False),
+    "ours8": Variant(8, pruned=True),
     "stock16": Variant(16, pruned=False),
     "ours16": Variant(16, pruned=True),
 }
@@ -108,29 +110,28 @@ def write_checkpoint(directory: Path, shape: dict[str, Any], variant: Variant, s
         manifest = Manifest("ragged", width, widths, block_size=width // BLOCKS, provenance={"random": seed})
         quantization[CONFIG_KEY] = manifest.to_entry()
         config["moe_intermediate_size"] = manifest.declared_width
-    if variant.bits == 4 or variant.pruned:
+    if variant.bits != 16 or variant.pruned:
         config["quantization_config"] = quantization
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
 
 
 def _quantization(bits: int, group_size: int) -> dict[str, Any]:
-    """What the toolkit writes for W4A16 of all linear layers but the routers and the head, or for no quantizer."""
+    """What the toolkit writes for W4A16 or FP8_DYNAMIC of all linear layers but routers and head, or no quantizer."""
     if bits == 16:
         return {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group_size,
-        "dynamic": False,
-        "actorder": None,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "pack-quantized"}
+    stored: dict[str, Any] = {"num_bits": bits, "symmetric": True, "dynamic": False}
+    activations = None
+    if bits == 4:
+        stored |= {"type": "int", "strategy": "group", "group_size": group_size, "actorder": None}
+    else:
+        activations = stored | {"type": "float", "strategy": "token", "dynamic": True}
+        stored |= {"type": "float", "strategy": "channel"}
+    written = "pack-quantized" if bits == 4 else "float-quantized"
+    group = {"targets": ["Linear"], "weights": stored, "input_activations": activations, "format": written}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": written,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp.gate$"],

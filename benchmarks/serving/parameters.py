@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 NIBBLE_DEVIATION = 4.18
-"""Standard deviation of packed values: -7 to 7, of which 0 is twice as likely as any other."""
+"""Standard deviation of packed values: -7 to 7, of which 0 is twice as likely as any other. Of 8-bit floats, too."""
 
 SMALL_BYTES = 2**20
 
@@ -43,6 +43,9 @@ def fill_at_random(model: Any, seed: int) -> None:
         elif name.endswith("scale"):
             typical = deviation / NIBBLE_DEVIATION
             parameter.uniform_(0.5 * typical, 1.5 * typical, generator=generator)
+        elif parameter.itemsize == 1:
+            wide = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+            parameter.copy_(wide.normal_(0, NIBBLE_DEVIATION, generator=generator))
         elif "norm" in name:
             parameter.fill_(1)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PAIRS = (("ours4", "stock4"), ("ours4", "stock16"), ("ours16", "stock16"))
+PAIRS = (("ours4", "stock4"), ("ours4", "stock16"), ("ours8", "stock8"), ("ours16", "stock16"))
 
 Figures = dict[str, Any]
 

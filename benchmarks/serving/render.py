@@ -17,8 +17,8 @@ BEGIN, END = markers(NAME)
 INTRODUCTION = f"""## Serving, end to end
 
 Written by `python -m benchmarks.serving --render`. Each variant is a model of random weights in an engine of its own:
-`stock4` unpruned in W4A16, `stock16` unpruned in bfloat16, `ours4` and `ours16` the same without a quarter of the
-expert channels.
+`stock4` unpruned in W4A16, `stock8` in FP8_DYNAMIC, `stock16` in bfloat16, `ours4` and so on the same without a
+quarter of the expert channels.
 
 {BEGIN}
 {END}

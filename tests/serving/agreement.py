@@ -58,13 +58,13 @@ def stored_bytes_of_experts(path: Path, dtype: str | None = None) -> int:
     """Bytes of weights and scales of all experts in a checkpoint.
 
     Args:
-        dtype: what floating-point tensors are narrowed to where they are loaded.
+        dtype: what floating-point tensors, save those of 8 bits, are narrowed to where they are loaded.
     """
     total = 0
     for shard in path.glob("*.safetensors"):
         with safe_open(shard, "pt") as file:
             names = [name for name in file.keys() if ".experts." in name and not name.endswith("_shape")]  # noqa: SIM118
             for tensor in map(file.get_tensor, names):
-                narrowed = tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
-                total += narrowed.nbytes
+                wide = dtype is not None and tensor.is_floating_point() and tensor.itemsize > 1
+                total += tensor.numel() * (getattr(torch, dtype) if wide else tensor.dtype).itemsize
     return total

@@ -31,11 +31,12 @@ TWO_CARDS = GRAPHS | {"distributed_executor_backend": "mp"}
 # without Granite, whose loader in vLLM 0.26 stops at names of single experts
 SERVED = [
     *("ragged_bf16", "ragged_w4a16", "ragged_gptq_a64", "ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4"),
-    *("ragged_asymmetric", "ragged_olmoe", "ragged_ernie", "ragged_minimax", "ragged_deepseek"),
-    *("ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3", "ragged_qwen3_next"),
+    *("ragged_asymmetric", "ragged_fp8", "ragged_fp8_exact", "ragged_olmoe", "ragged_ernie", "ragged_minimax"),
+    *("ragged_deepseek", "ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3"),
+    "ragged_qwen3_next",
 ]
-# exact widths in 16 bits: rows of the down projection are padded to eight channels
-MOST_PADDING = {"ragged_bf16": 0.01}
+# exact widths in 16 bits: rows of the down projection are padded to eight channels; 8 bits: both ranks hold its scales
+MOST_PADDING = {"ragged_bf16": 0.01, "ragged_fp8": 0.01}
 SEVERAL_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -61,6 +62,7 @@ def test_graphs(name: str) -> None:
         ("ragged_w4a16_a64", "tensor_parallel_size"),
         ("ragged_minimax", "tensor_parallel_size"),
         ("ragged_bf16", "tensor_parallel_size"),
+        ("ragged_fp8", "tensor_parallel_size"),
         ("ragged_w4a16_a64", "pipeline_parallel_size"),
     ],
 )
