@@ -208,6 +208,7 @@ def test_engine_options(edited: Callable[..., Path], options: dict[str, Any], me
         open_engine(edited("ragged_fp32"), **options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds for cards get them right")
 def test_positions_that_the_build_gets_wrong(edited: Callable[..., Path]) -> None:
     """vLLM's operator for CPUs takes the heads of latent attention for tokens; it served other log-probabilities."""
     path = edited("ragged_deepseek_v3")

@@ -39,8 +39,9 @@ def quantize_kernel(
         x_B = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < columns, other=0.0)
         largest_B = tl.maximum(largest_B, tl.abs(x_B.to(tl.float32)))
     largest = tl.maximum(tl.max(largest_B), _SMALLEST)
-    tl.store(scale_ptr + row, largest / _LARGEST)
-    factor = _LARGEST / largest
+    tl.store(scale_ptr + row, tl.div_rn(largest, _LARGEST))
+    # rounded as in the reference: where a scale is a power of two, many values lie in the middle of two
+    factor = tl.div_rn(_LARGEST, largest)
     for start in range(0, columns, BLOCK):
         inside = start + column < columns
         x_B = tl.load(x_ptr + row * x_stride + start + column, mask=inside, other=0.0)
