@@ -130,15 +130,22 @@ def listed_model(**config) -> PreTrainedModel:
     return DeepseekForCausalLM(DeepseekConfig(**COMMON | shape | kept | config))
 
 
-def seeing_config() -> PretrainedConfig:
-    """Qwen3-VL-MoE: the language model is nested, and there is no class for text alone."""
-    text = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 128}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+def seeing_config(family: str = "qwen3_vl_moe", **text) -> PretrainedConfig:
+    """A model that sees, its language model nested in it; of qwen3_5_moe there is a class for text alone, too."""
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    vision |= {"num_position_embeddings": 64}
+    marks = {f"{name}_token_id": VOCAB + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    if family == "qwen3_5_moe":
+        # a quarter of each head is rotated, in four pairs
+        rope |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+        nested = CONFIGS[family](**{"rope_parameters": rope} | text).to_dict()
+        return transformers.Qwen3_5MoeConfig(text_config=nested, vision_config=vision, **marks)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 128}
     return transformers.Qwen3VLMoeConfig(
-        text_config=COMMON | text | {"head_dim": 32, "rope_parameters": rope},
-        vision_config=vision | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-        **{f"{name}_token_id": VOCAB + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))},
+        text_config=COMMON | experts | {"head_dim": 32, "rope_parameters": rope} | text,
+        vision_config=vision | {"deepstack_visual_indexes": [0]},
+        **marks,
     )
 
 

@@ -21,6 +21,7 @@ from loguru import logger
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,9 +31,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import __version__ as version
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, find_expert_blocks
+from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, ExpertBlock, find_expert_blocks
 from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json
 from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
@@ -52,7 +54,8 @@ def load(
 ) -> PreTrainedModel:
     """Open a pruned checkpoint as a transformers model on the CPU whose experts have their own widths.
 
-    4-bit weights are decompressed. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout
+    Quantized weights are decompressed. Activations stay as they are, also where engines quantize them (FP8_DYNAMIC),
+    of which a warning tells. The model can be run, fine-tuned, saved (``save_pretrained`` writes our layout
     again) and passed to ``oneshot`` to be quantized. With a ``quantization_config`` it can be run and moved to a
     device, but not saved.
 
@@ -154,19 +157,15 @@ def _skeleton(
     config: PretrainedConfig, manifest: Manifest, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     """The model without weights, its experts linear and at the widths of the manifest."""
+    names: list[str] = []
     with init_empty_weights(include_buffers=False):
-        # models that also see have no class for text alone
-        own_code = getattr(config, "auto_map", {}) if trust_remote_code else {}
-        text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
-        factory = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
-        with _foreign_reader(Path(config._name_or_path) / "config.json"):
-            model = factory.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        for name, module in get_non_linearized_moes(model):
-            linear_experts = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
-            model.set_submodule(name, linear_experts(getattr(module, "config", config)))
-        linearize_expert_lists(model)
-        blocks = find_expert_blocks(model)
-        if sorted(names := [block.name for block in blocks]) != sorted(manifest.widths):
+        for factory in _factories(config, trust_remote_code):
+            with _foreign_reader(Path(config._name_or_path) / "config.json"):
+                model = factory.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            blocks = _linear_blocks(model, config)
+            if sorted(names := [block.name for block in blocks]) == sorted(manifest.widths):
+                break
+        else:
             raise CoverageError(
                 f"the manifest names the expert blocks {list(manifest.widths)}, {config.model_type} has {names}"
             )
@@ -178,22 +177,53 @@ def _skeleton(
                 )
             prune_block(block, [torch.arange(width) for width in widths])
     model.config._name_or_path = config._name_or_path
+    if factory is AutoModelForCausalLM and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        # the text part of a model keeps the names that it has in the whole, as if loaded from there
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     keep_family_names(model)
     return model
+
+
+def _factories(config: PretrainedConfig, trust_remote_code: bool) -> list[Any]:
+    """What may have built the model: of some that see, another class has their text alone, by the same config."""
+    own_code = getattr(config, "auto_map", {}) if trust_remote_code else {}
+    if "AutoModelForCausalLM" in own_code:
+        return [AutoModelForCausalLM]
+    mappings = {
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    # transformers has the words for a config of neither
+    return [factory for factory, known in mappings.items() if type(config) in known] or [AutoModelForCausalLM]
+
+
+def _linear_blocks(model: PreTrainedModel, config: PretrainedConfig) -> list[ExpertBlock]:
+    for name, module in get_non_linearized_moes(model):
+        linear_experts = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
+        model.set_submodule(name, linear_experts(getattr(module, "config", config)))
+    linearize_expert_lists(model)
+    return find_expert_blocks(model)
 
 
 def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> ModelCompressor:
     known = {key: value for key, value in quantization.items() if key in QuantizationConfig.model_fields}
     with _foreign_reader(Path(model.config._name_or_path) / "config.json"):
         quantization_config = QuantizationConfig.model_validate(known)
+    quantization_config.ignore = _names_in_model(model, quantization_config.ignore or [])
     compressor = ModelCompressor(quantization_config=quantization_config)
     apply_quantization_config(model, quantization_config)
     compressor.compress_model(model)
     for module in model.modules():
         _expect_packed_zero_point(module)
     if left_out := _computed_in_full(quantization_config):
-        logger.warning(f"{model.name_or_path} was calibrated with {left_out} quantized, which load() leaves out")
+        logger.warning(f"{model.name_or_path} is to run with {left_out} quantized, which load() leaves out")
     return compressor
+
+
+def _names_in_model(model: PreTrainedModel, ignore: list[str]) -> list[str]:
+    """Layers by the names of their modules, where the toolkit wrote those that they have in the files."""
+    module_of = {disk: name for disk, (name, _) in _names_on_disk(model).items()}
+    return [module_of.get(f"{entry}.weight", f"{entry}.weight").removesuffix(".weight") for entry in ignore]
 
 
 def _expect_packed_zero_point(module: torch.nn.Module) -> None:
@@ -263,7 +293,9 @@ def _check_tensor(
 ) -> None:
     if tensor.shape != wanted.shape:
         raise CoverageError(f"{disk_name} has shape {list(tensor.shape)}, the manifest says {list(wanted.shape)}")
-    if tensor.is_floating_point() != wanted.is_floating_point():
+    # numbers of one byte are nothing without their scales, so they may not stand for plain ones
+    one_byte = 1 in (tensor.itemsize, wanted.itemsize)
+    if tensor.is_floating_point() != wanted.is_floating_point() or (one_byte and tensor.dtype != wanted.dtype):
         raise CoverageError(f"{disk_name} has dtype {tensor.dtype}, {wanted.dtype} was written: the file is damaged")
     module, _, attribute = name.rpartition(".")
     if attribute == "weight_shape":

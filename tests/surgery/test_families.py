@@ -203,6 +203,26 @@ def test_text_part_of_a_model_that_sees(tmp_path):
     assert not (tmp_path / "q4").exists()
 
 
+@pytest.mark.parametrize("quantize", [False, True], ids=["16 bit", "W4A16"])
+@pytest.mark.parametrize("factory", [AutoModelForImageTextToText, AutoModelForCausalLM], ids=["whole", "text"])
+def test_model_that_sees_and_its_text_part(tmp_path, factory, quantize):
+    """A family with a class for each: checkpoints of both have the config and the names of the whole."""
+    torch.manual_seed(0)
+    config = seeing_config("qwen3_5_moe", num_hidden_layers=2, moe_intermediate_size=128)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "in")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(add_tokenizer(tmp_path / "in"))
+    opened = factory.from_pretrained(tmp_path / "in")
+    pruned = prune(opened, tmp_path / "out", quantize=quantize, min_width=0, processor=tokenizer)
+    model = load(tmp_path / "out")
+    assert type(model) is type(pruned)
+    torch.testing.assert_close(logits(model), logits(pruned), rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits(load(tmp_path / "again")), logits(model), rtol=1e-4, atol=1e-4)
+    layers = [name for directory in ("out", "again") for name in tensors(tmp_path / directory) if ".layers." in name]
+    assert layers
+    assert all(name.startswith("model.language_model.layers.") for name in layers)
+
+
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory):
     """A family whose code lies beside the checkpoint and holds experts in a list: path, and answer in memory."""
