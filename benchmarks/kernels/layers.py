@@ -54,10 +54,10 @@ def random_tensors(widths_E: Sequence[int], hidden: int, bits: int, generator: t
     if bits == 16:
         return tuple(torch.randn(n, dtype=torch.bfloat16, **common).mul_(0.02) for n in (2 * values, values))
     if bits == 8:
-        weights = [torch.randn(n, dtype=torch.bfloat16, **common).mul_(100).clamp_(-448, 448) for n in (2 * values, values)]
+        weights = [torch.randn(n, dtype=torch.bfloat16, **common) for n in (2 * values, values)]
         rows = 2 * sum(widths_E), hidden * sum(width > 0 for width in widths_E)
         scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(4e-4) for n in rows]
-        return *(weight.to(torch.float8_e4m3fn) for weight in weights), *scales
+        return *(weight.mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn) for weight in weights), *scales
     words = [torch.randint(-(2**31), 2**31 - 1, (n // 8,), dtype=torch.int32, **common) for n in (2 * values, values)]
     sizes = (2 * values // GROUP_SIZE, values // GROUP_SIZE)
     scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(0.01) for n in sizes]

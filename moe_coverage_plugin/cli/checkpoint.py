@@ -86,9 +86,13 @@ class Checkpoint:
     @property
     def weight_groups(self) -> list[Mapping[str, Any]]:
         """The schemes of quantized weights, as compressed-tensors describes them."""
+        return [group["weights"] for group in self.groups]
+
+    @property
+    def groups(self) -> list[Mapping[str, Any]]:
+        """What is quantized together: ``weights``, and ``input_activations`` where those are quantized, too."""
         groups = self.quantization.get("config_groups", {}).values()
-        weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
-        return [each for each in weights if isinstance(each, Mapping)]
+        return [group for group in groups if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)]
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

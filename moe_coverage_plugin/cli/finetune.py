@@ -9,7 +9,7 @@ FINETUNE = """\
 Win back by fine-tuning what pruning cost: train DoRA on the experts and a low-rank sum on the routers, merge both, and
 write a checkpoint of the same widths.
 
-Text is packed into windows of tokens. The result is in 16 bit, also where the checkpoint has 4-bit weights, which
+Text is packed into windows of tokens. The result is in 16 bit, also where the checkpoint has quantized weights, which
 are decompressed and stay frozen: quantize it again. Beside it lie the loss curve as JSON lines and as a picture. A run
 that was interrupted goes on from its work folder when the same command is given again. Several GPUs: start it by
 torchrun or accelerate launch; every one holds the whole model and trains on its part of each step.

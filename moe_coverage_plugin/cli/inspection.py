@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "intermediate_size": manifest.intermediate_size,
         "block_size": manifest.block_size,
         "dtype": checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")),
-        "quantization": [dict(weights) for weights in checkpoint.weight_groups],
+        "quantization": [_quantization(group) for group in checkpoint.groups],
         "bytes": {
             "experts": checkpoint.expert_bytes,
             "other": checkpoint.other_bytes,
@@ -72,10 +72,16 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _quantization(group: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = group.get("input_activations")
+    # a file that was damaged may hold another thing there
+    return {**group["weights"], "input_activations": dict(inputs) if isinstance(inputs, Mapping) else None}
+
+
 def _imbalance(checkpoint: Checkpoint, degree: int) -> float:
     """By what fraction the fullest rank holds more expert channels than the average one."""
-    groups = [weights.get("group_size") for weights in checkpoint.weight_groups]
-    schemes = [ExpertScheme(4, group) for group in groups if group is None or group > 0]
+    stored = [(weights.get("num_bits", 4), weights.get("group_size")) for weights in checkpoint.weight_groups]
+    schemes = [ExpertScheme(bits, group) for bits, group in stored if group is None or group > 0]
     unit = max((scheme.shard_unit for scheme in schemes), default=ExpertScheme().shard_unit)
     return imbalance(checkpoint.manifest.widths.values(), unit, degree)
 
@@ -114,12 +120,15 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _scheme(weights: dict[str, Any]) -> str:
-    symmetry = "symmetric" if weights.get("symmetric") else "asymmetric"
-    group_size = weights.get("group_size")
-    shared = (
-        f"groups of {group_size}" if weights.get("strategy") == "group" else f"one scale per {weights.get('strategy')}"
-    )
-    return f"{weights.get('type')}{weights.get('num_bits')}, {symmetry}, {shared}"
+    inputs = weights.get("input_activations")
+    return _numbers(weights) + ("" if inputs is None else f" (activations {_numbers(inputs)})")
+
+
+def _numbers(kind: Mapping[str, Any]) -> str:
+    symmetry = "symmetric" if kind.get("symmetric") else "asymmetric"
+    group_size = kind.get("group_size")
+    shared = f"groups of {group_size}" if kind.get("strategy") == "group" else f"one scale per {kind.get('strategy')}"
+    return f"{kind.get('type')}{kind.get('num_bits')}, {symmetry}, {shared}"
 
 
 def _without_tokens(layers: list[dict[str, Any]]) -> str:

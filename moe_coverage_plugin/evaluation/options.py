@@ -17,7 +17,7 @@ class EvaluationOptions:
     """How tasks are run; whatever changes their numbers is stored with them.
 
     Args:
-        backend: ``hf`` opens the checkpoint in transformers, 4-bit weights decompressed; ``vllm`` in a vLLM engine.
+        backend: ``hf`` opens the checkpoint in transformers, weights decompressed; ``vllm`` in a vLLM engine.
         few_shot: worked examples in front of each document; the task's own number where not given.
         limit: take only the first so many documents of each task.
         batch_size: documents at a time with ``hf``; vLLM forms its own batches.

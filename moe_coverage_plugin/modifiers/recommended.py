@@ -33,8 +33,8 @@ def recommended_recipe(
         sparsity: fraction of the expert channels to remove, in [0, 1).
         block_size: every width is a multiple of it.
         reconstruct: fit what stays of every expert to what the whole one answered.
-        scheme: name of a preset of compressed-tensors; ``None``: no quantization. Groups that do not divide the blocks
-            become as small as needed.
+        scheme: name of a preset of compressed-tensors, ``FP8_DYNAMIC`` for instance; ``None``: no quantization. Groups
+            that do not divide the blocks become as small as needed.
         ignore: more layers that stay in full precision, names or ``re:`` and a regular expression; for instance a
             dense layer whose width is no multiple of the group size.
 
@@ -55,7 +55,9 @@ def recommended_recipe(
 
 def _fitting_scheme(name: str, block_size: int) -> QuantizationScheme:
     if not is_preset_scheme(name):
-        raise CoverageError(f"scheme {name!r} is none that compressed-tensors knows: W4A16 or W8A16, for instance")
+        raise CoverageError(
+            f"scheme {name!r} is none that compressed-tensors knows: W4A16 or FP8_DYNAMIC, for instance"
+        )
     scheme = preset_name_to_scheme(name, ["Linear"])
     if scheme.weights is not None and scheme.weights.group_size is not None and scheme.weights.group_size > 0:
         scheme.weights.group_size = math.gcd(scheme.weights.group_size, block_size)

@@ -67,7 +67,7 @@ class _Source:
     """A pruned checkpoint that may be fine-tuned, and the text for it."""
 
     path: Path
-    four_bits: bool
+    quantized: bool
     tokenizer: PreTrainedTokenizerBase | None
     train: Windows
     held_out: Windows
@@ -88,10 +88,10 @@ def finetune(
 ) -> Recovered:
     """Train adapters on a pruned checkpoint, merge them, and write a checkpoint of the same widths in 16 bit.
 
-    4-bit weights are decompressed first, stay frozen, and come out in 16 bit: quantize the result again. The option
-    ``nf4`` holds experts in 4 bits meanwhile. Under ``torchrun`` or ``accelerate launch`` every rank holds the model
-    and trains on its part of each step. A run that was interrupted goes on when it is started again with the same
-    arguments; on a CPU it ends with the same bits.
+    Quantized weights are decompressed first, stay frozen, and come out in 16 bit: quantize the result again. The
+    option ``nf4`` holds experts in 4 bits meanwhile. Under ``torchrun`` or ``accelerate launch`` every rank holds the
+    model and trains on its part of each step. A run that was interrupted goes on when it is started again with the
+    same arguments; on a CPU it ends with the same bits.
 
     Args:
         text: files of text or JSON lines, or a data set of text or ``input_ids``, to train on.
@@ -190,13 +190,13 @@ def _read(
         train, held_out = split(train, options.held_out)
     else:
         held_out = pack(evaluation, reader, field, options.sequence_length)
-    four_bits = bool((read_json(checkpoint / "config.json").get("quantization_config") or {}).get("config_groups"))
-    if four_bits:
+    quantized = bool((read_json(checkpoint / "config.json").get("quantization_config") or {}).get("config_groups"))
+    if quantized:
         logger.info(
             f"{checkpoint} is quantized: its weights are decompressed and stay frozen, and the result is a 16-bit "
             "checkpoint, to be quantized again"
         )
-    return _Source(checkpoint, four_bits, reader, train, held_out)
+    return _Source(checkpoint, quantized, reader, train, held_out)
 
 
 def _open_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
@@ -310,7 +310,7 @@ def _record(
         "evaluation": source.held_out.source,
         "evaluation_sha256": source.held_out.sha256,
         "teacher": None if teacher is None else str(teacher),
-        "trained_on": "decompressed 4-bit weights" if source.four_bits else _trained_on(options),
+        "trained_on": "decompressed quantized weights" if source.quantized else _trained_on(options),
         "ranks": ranks.count,
         "steps": recovered.steps,
         "held_out_loss": [recovered.before, recovered.after],

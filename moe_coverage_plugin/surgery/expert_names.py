@@ -46,7 +46,7 @@ def stores_single_experts(model: PreTrainedModel) -> bool:
 
 
 def check_quantizable(model: PreTrainedModel) -> None:
-    """Refuse 4-bit experts that no engine would find.
+    """Refuse quantized experts that no engine would find.
 
     Raises:
         CoverageError: the family stores its experts merged. A quantized checkpoint holds them one by one, and stock
@@ -55,7 +55,7 @@ def check_quantizable(model: PreTrainedModel) -> None:
     if not stores_single_experts(model):
         raise CoverageError(
             f"{type(model).__name__} cannot be quantized: its checkpoints hold all experts of a layer in one tensor, "
-            "and engines would leave out the 4-bit tensors of single experts; prune it in 16 bit, without a quantizer"
+            "and engines would leave out quantized tensors of single experts; prune it in 16 bit, without a quantizer"
         )
 
 

@@ -154,7 +154,7 @@ def _own_front_matter(origin: Origin, schemes: list[dict[str, Any]], open_to_all
         # the hub knows finetune, adapter, merge and quantized: a pruned model's weights are changed ones of the base
         base = {"base_model": origin.base_model, "base_model_relation": "quantized" if schemes else "finetune"}
     tags = ["moe", "pruning", "llm-compressor", "compressed-tensors", "vllm", TAG]
-    bits = sorted({f"{scheme['num_bits']}-bit" for scheme in schemes if "num_bits" in scheme})
+    bits = sorted({f"{scheme['weights']['num_bits']}-bit" for scheme in schemes if "num_bits" in scheme["weights"]})
     # the hub shows code of the library that it names, and transformers alone cannot open every layout
     library = "transformers" if open_to_all else "vllm"
     return (
@@ -163,23 +163,31 @@ def _own_front_matter(origin: Origin, schemes: list[dict[str, Any]], open_to_all
 
 
 def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How weights are quantized, as compressed-tensors describes it."""
+    """How weights, and what they are multiplied with, are quantized, as compressed-tensors describes it."""
     groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    return [group["weights"] for group in groups.values() if group.get("weights")]
+    return [group for group in groups.values() if group.get("weights")]
+
+
+def _activations(schemes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [scheme["input_activations"] for scheme in schemes if scheme.get("input_activations")]
 
 
 def _summary(manifest: Manifest, base: str, schemes: list[dict[str, Any]]) -> str:
     widths = [width for layer in manifest.widths.values() for width in layer]
     removed = 1 - sum(widths) / (len(widths) * manifest.intermediate_size)
-    then = f", and what is left quantized ({'; '.join(map(_scheme, schemes))})" if schemes else ""
+    then = f", and what is left quantized ({_told(schemes)})" if schemes else ""
     ragged = " Every expert has a width of its own." if manifest.layout == "ragged" else ""
     return f"`{base}` with {removed:.1%} of the channels inside its experts removed{then}.{ragged}"
 
 
-def _scheme(scheme: Mapping[str, Any]) -> str:
-    group_size = scheme.get("group_size")
-    shared = f"groups of {group_size}" if scheme.get("strategy") == "group" else f"by {scheme.get('strategy')}"
-    return f"{scheme.get('num_bits')} bits, {scheme.get('type')}, {shared}"
+def _told(schemes: list[dict[str, Any]]) -> str:
+    return "; ".join(_numbers(scheme["weights"]) for scheme in schemes)
+
+
+def _numbers(kind: Mapping[str, Any]) -> str:
+    group_size = kind.get("group_size")
+    shared = f"groups of {group_size}" if kind.get("strategy") == "group" else f"by {kind.get('strategy')}"
+    return f"{kind.get('num_bits')} bits, {kind.get('type')}, {shared}"
 
 
 def _facts(
@@ -193,12 +201,14 @@ def _facts(
     live = [width for width in widths if width]
     channels, dead = len(widths) * manifest.intermediate_size, len(widths) - len(live)
     dtype = config.get("dtype") or config.get("text_config", {}).get("dtype")
+    activations = "; ".join(map(_numbers, _activations(schemes)))
     facts = {
         "expert channels": f"{sum(widths):,} of {channels:,} kept, {1 - sum(widths) / channels:.1%} removed",
         "width of an expert": f"{min(live)} to {max(live)}, mean {sum(widths) / len(widths):.0f}, "
         f"{manifest.intermediate_size} before; multiples of {manifest.block_size}",
         "experts": f"{len(live)} of {len(widths)} live, {dead} removed whole and masked in the router",
-        "weights": f"{'; '.join(map(_scheme, schemes))}; the rest {dtype}" if schemes else f"{dtype}, not quantized",
+        "weights": f"{_told(schemes)}; the rest {dtype}" if schemes else f"{dtype}, not quantized",
+        "activations": f"{activations}; the rest {dtype}" if activations else "not quantized",
         "size": _mebibytes(sum(file.stat().st_size for file in directory.glob("*.safetensors"))),
         "layout": manifest.layout,
     }
@@ -218,16 +228,20 @@ def _mebibytes(size: int) -> str:
 def _engines(manifest: Manifest, schemes: list[dict[str, Any]], open_to_all: bool) -> str:
     found = "vLLM finds the plugin by itself, no flag is needed."
     if manifest.layout == "ragged":
-        return f"{found} Without it, engines stop with an error."
-    if open_to_all:
-        return f"{found} All experts have one width: engines load it without the plugin, too."
-    if schemes:
-        return f"{found} All experts have one width: vLLM loads it without the plugin, where it has kernels for it."
+        found += " Without it, engines stop with an error."
+    elif open_to_all:
+        found += " All experts have one width: engines load it without the plugin, too."
+    elif schemes:
+        found += " All experts have one width: vLLM loads it without the plugin, where it has kernels for it."
+    if any((kind.get("num_bits"), kind.get("type")) == (8, "float") for kind in _activations(schemes)):
+        found += " To be fast, the model needs a card that multiplies 8-bit floats: compute capability 8.9 or newer."
     return found
 
 
 def _opened(manifest: Manifest, schemes: list[dict[str, Any]], open_to_all: bool) -> str:
     dense = " Quantized weights are decompressed." if schemes else ""
+    if _activations(schemes):
+        dense += " Activations are not quantized there, as they are by engines."
     text = f"The model can be run, fine-tuned, saved and quantized again.{dense}"
     if manifest.layout == "ragged":
         return f"{text} transformers alone stops with an error."

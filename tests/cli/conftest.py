@@ -88,6 +88,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shared"
 
 
+@pytest.fixture(scope="session")
+def float8(source: Path) -> Path:
+    """Ragged, of any width, a quarter of the channels removed, weights and activations in 8-bit floats."""
+    target = source.with_name("float8")
+    quantizer = QuantizationModifier(targets=["Linear"], scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    harness.compress(source, [*harness.pruning(block_size=None), quantizer], output_dir=str(target))
+    return target
+
+
 @pytest.fixture
 def copy(pruned: Path, tmp_path: Path) -> Path:
     """A copy of ``pruned`` to damage."""

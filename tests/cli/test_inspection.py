@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.core.score_file import load_scores, save_scores
 from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, SCORES_NAME
+from moe_coverage_plugin.parallelism import imbalance
 
 WEIGHTS = "model.safetensors"
 
@@ -27,7 +28,7 @@ def inspected(script: Any, tmp_path: Path, directory: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "inspect.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["pruned", "uniform", "shared"])
+@pytest.mark.parametrize("name", ["pruned", "uniform", "shared", "float8"])
 def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(name)
     summary = inspected(script, tmp_path, directory)
@@ -90,6 +91,25 @@ def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path
         "32 channels of the attention output on each rank are no multiple of the group size 64",
         "96 channels of the shared expert on each rank are no multiple of the group size 64",
     ]
+
+
+def test_float8_has_no_groups_that_ranks_could_cut(script: Any, tmp_path: Path, float8: Path) -> None:
+    """A scale belongs to a row, so experts are dealt out channel by channel, and other layers anywhere."""
+    summary = inspected(script, tmp_path, float8)
+    (stored,) = summary["quantization"]
+    assert (stored["type"], stored["num_bits"], stored["group_size"]) == ("float", 8, None)
+    assert (stored["input_activations"]["strategy"], stored["input_activations"]["dynamic"]) == ("token", True)
+    # what is left of the experts takes a byte a weight, and four a row for its scale
+    widths = [width for layer in summary["layers"] for width in layer["widths"]]
+    assert summary["bytes"]["experts"] == sum(3 * 128 * width + 4 * (2 * width + 128) for width in widths)
+    parallel = summary["tensor_parallel"]
+    assert parallel["legal"] == [1, 2, 4]
+    by_layer = [layer["widths"] for layer in summary["layers"]]
+    assert parallel["imbalance"] == {str(degree): imbalance(by_layer, 1, degree) for degree in (1, 2, 4)}
+    assert parallel["imbalance"]["4"] != imbalance(by_layer, 8, 4)
+    lines = {line.split("  ")[0].strip(): line for line in script("inspect", float8).out.splitlines()}
+    activations = "(activations float8, symmetric, one scale per token)"
+    assert lines["weights"].endswith(f"float8, symmetric, one scale per channel {activations}")
 
 
 def test_many_widths_are_counted_in_ranges(script: Any, source: Path, tmp_path: Path) -> None:

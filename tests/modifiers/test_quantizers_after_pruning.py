@@ -9,17 +9,24 @@ from typing import Any
 import pytest
 import torch
 from harness import W4_GROUP_64, compress, flat_widths, logits, pruning, refusal, save_tiny
+from llmcompressor import oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.autoround import AutoRoundModifier
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.modifiers.transform.quip import QuIPModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, load
 
+BY_TOKEN: Any = {
+    "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+}
 CACHE: Any = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
@@ -69,13 +76,62 @@ def test_loads_as_it_was_in_memory(one_layer: Path, tmp_path: Path, name: str):
     assert torch.equal(logits(load(output)), logits(model))
 
 
+# --- 8-bit floats, weights and activations alike
+
+FLOAT8: dict[str, Any] = {
+    "all_linear": lambda: [preset("FP8_DYNAMIC")],
+    "experts_alone": lambda: [QuantizationModifier(targets=["re:.*experts.*_proj$"], scheme="FP8_DYNAMIC")],
+    "gptq": lambda: [GPTQModifier(targets=["Linear"], scheme="FP8_DYNAMIC", ignore=["lm_head"])],
+    "smoothed": lambda: [SmoothQuantModifier(smoothing_strength=0.5), preset("FP8_DYNAMIC")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in FLOAT8), ("all_linear", torch.bfloat16)], ids=str
+)
+def test_float8(tmp_path: Path, log: list[str], name: str, dtype: torch.dtype):
+    """Stored as engines read it, and loaded as it was in memory; ``load`` leaves activations alone and says so."""
+    source = save_tiny(tmp_path / "source", dtype=dtype, num_hidden_layers=1)
+    output = tmp_path / "out"
+    attribution, coverage, alignment, cut = pruned_away()
+    exact = alignment.model_copy(update={"block_size": 1})
+    model = compress(source, [attribution, coverage, exact, cut, *FLOAT8[name]()], output_dir=str(output))
+    assert 0 in flat_widths(model)
+    assert any(width % 2 for width in flat_widths(model)), "a scale belongs to a row, so any width is one"
+    assert not any("no engine" in line for line in log)
+    stored = load_file(output / "model.safetensors")
+    quantized = {key.removesuffix("_scale") for key in stored if key.endswith("weight_scale")}
+    assert len(quantized) == 3 * sum(map(bool, flat_widths(model))) + (0 if name == "experts_alone" else 4)
+    for key in quantized:
+        assert stored[key].dtype == torch.float8_e4m3fn
+        assert stored[f"{key}_scale"].shape == (len(stored[key]), 1)
+        assert (stored[f"{key}_scale"] > 0).all()
+    loaded = load(output)
+    assert any("with activations quantized, which load() leaves out" in line for line in log)
+    assert not torch.equal(logits(loaded), logits(model)), "in memory, activations are quantized"
+    for module in model.modules():
+        if (scheme := getattr(module, "quantization_scheme", None)) is not None:
+            scheme.input_activations = None
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_float8_in_a_later_run(one_layer: Path, tmp_path: Path):
+    """A quantizer alone, on a checkpoint that was pruned before; it asks for no data, and gets none."""
+    compress(one_layer, pruned_away(), output_dir=str(tmp_path / "pruned"))
+    at_once = compress(one_layer, [*pruned_away(), preset("FP8_DYNAMIC")])
+    later = oneshot(model=load(tmp_path / "pruned"), recipe=preset("FP8_DYNAMIC"), output_dir=str(tmp_path / "out"))
+    assert torch.equal(logits(later), logits(at_once))
+    assert flat_widths(load(tmp_path / "out")) == flat_widths(at_once)
+
+
 # --- schemes that no engine serves
 
 
-@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC", "NVFP4", "W4A8"])
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "FP8_BLOCK", "MXFP8", "NVFP4", "W4A8", "W4AFP8"])
 def test_quantized_activations(pristine: PreTrainedModel, tmp_path: Path, scheme: str):
     message = refusal(pristine, [*pruning(block_size=128), preset(scheme)], tmp_path / "out")
-    assert re.search(r"^QuantizationModifier would give experts quantized activations.* W4A16, or .*'padded'", message)
+    words = r"^QuantizationModifier would give experts quantized activations \(.*FP8_DYNAMIC or W4A16, or .*'padded'"
+    assert re.search(words, message)
 
 
 def test_quantized_activations_in_a_later_run(one_layer: Path, tmp_path: Path):
@@ -87,10 +143,9 @@ def test_quantized_activations_in_a_later_run(one_layer: Path, tmp_path: Path):
 
 def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Path, tmp_path: Path, log: list[str]):
     """They are left to the kernels of engines; ``load`` leaves them out and says so."""
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token", "observer": None}
     attention = weights("re:.*self_attn.*_proj$", type="float", num_bits=8, strategy="channel", group_size=None)
     experts = weights("re:.*experts.*_proj$")
-    mixed = quantizer(attention | {"input_activations": fp8}, experts)
+    mixed = quantizer(attention | BY_TOKEN, experts)
     for name, recipe in {
         "mixed": [*pruned_away(), mixed],
         "padded": [*pruned_away(layout="padded"), preset("W8A8")],
@@ -98,15 +153,23 @@ def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Pat
         compress(one_layer, recipe, output_dir=str(tmp_path / name))
         assert not any("which load() leaves out" in line for line in log)
         load(tmp_path / name)
-        assert any("calibrated with activations quantized, which load() leaves out" in line for line in log)
+        assert any("is to run with activations quantized, which load() leaves out" in line for line in log)
         log.clear()
 
 
-@pytest.mark.parametrize(("scheme", "reason"), [("W8A16", "int8 weights"), ("NVFP4A16", "float4")])
-def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], scheme, reason):
+@pytest.mark.parametrize(
+    ("modifier", "reason"),
+    [
+        (preset("W8A16"), "int8 weights"),
+        (preset("NVFP4A16"), "float4 weights"),
+        (quantizer(weights(type="float", num_bits=8, strategy="channel", group_size=None)), "float8 weights"),
+    ],
+    ids=["W8A16", "NVFP4A16", "float8_weights_only"],
+)
+def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], modifier, reason):
     """Told before anything is calibrated, here before the refusal of an output directory that is not empty."""
     (tmp_path / "here").touch()
-    refusal(pristine, [*pruning(block_size=128), preset(scheme)], tmp_path)
+    refusal(pristine, [*pruning(block_size=128), modifier], tmp_path)
     assert any(f"gives experts {reason}" in line and "load() opens but no engine" in line for line in log)
 
 

@@ -30,12 +30,14 @@ from moe_coverage_plugin.manifest import SCORES_NAME
 W4_MEMBERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 
-def global_blocks(sparsity: float = 0.5, reconstruct: bool = False, layout: str = "ragged", **attribution) -> list:
+def global_blocks(
+    sparsity: float = 0.5, reconstruct: bool = False, layout: str = "ragged", pictures: bool = False, **attribution
+) -> list:
     return [
         AttributionModifier(**{"channel_metric": "fisher", "layer_noise": None} | attribution),
         CoverageModifier(sparsity=sparsity, scope="global", intra_layer="topk_channel"),
         AlignmentModifier(block_size=BLOCK, strategy="blocks"),
-        ChannelPruningModifier(reconstruct=reconstruct, layout=layout),
+        ChannelPruningModifier(reconstruct=reconstruct, layout=layout, pictures=pictures),
     ]
 
 
@@ -231,10 +233,29 @@ def test_reconstruction_of_the_papers_plan(source: Path):
 # --- pictures
 
 
-def test_a_checkpoint_carries_its_pictures_unless_told_not_to(source: Path, tmp_path: Path):
-    compress(source, pruning(), output_dir=str(tmp_path / "with"))
-    folder = tmp_path / "with" / "moe_coverage_report"
-    assert {file.name for file in folder.iterdir()} == {"index.html", "layers.png", "experts.png", "widths.png"}
-    plain = [*pruning()[:-1], ChannelPruningModifier(pictures=False)]
-    compress(source, plain, output_dir=str(tmp_path / "without"))
-    assert not (tmp_path / "without" / "moe_coverage_report").exists()
+PICTURES = {"index.html", "layers.png", "experts.png", "widths.png"}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        [*pruning()[:-1], ChannelPruningModifier()],
+        pruning(0.4, block_size=None, pictures=True),
+        pruning(0.5, layout="padded", pictures=True, inter_layer="loss"),
+        pruning(0.5, layout="uniform", pictures=True, intra_layer="uniform"),
+        global_blocks(0.8, pictures=True),
+        global_blocks(pictures=True, channel_metric="activation", layer_noise=1.0),
+    ],
+    ids=["default", "exact", "padded", "uniform", "removed experts", "layers fade"],
+)
+def test_a_checkpoint_carries_its_pictures(source: Path, tmp_path: Path, recipe: list):
+    """Whatever was measured, decided by and removed."""
+    compress(source, recipe, output_dir=str(tmp_path / "out"))
+    assert {file.name for file in (tmp_path / "out" / "moe_coverage_report").iterdir()} == PICTURES
+    assert "](moe_coverage_report/widths.png)" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_checkpoint_without_pictures(source: Path, tmp_path: Path):
+    compress(source, pruning(pictures=False), output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out" / "moe_coverage_report").exists()
+    assert "moe_coverage_report/" not in (tmp_path / "out" / "README.md").read_text()

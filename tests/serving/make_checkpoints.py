@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from moe_coverage_plugin.surgery import checkpoint
 
 PROMPT_TOKENS = 64
 DRAWS = 8
+WINDOW_TOKENS = 4
 Modifiers = dict[str, dict[str, Any]]
 
 
@@ -49,7 +50,7 @@ class Spec:
 
     def modifiers(self) -> Modifiers:
         recipe = yaml.safe_load(Path(recipe_path(self.recipe)).read_text())["prune_stage"]["prune_modifiers"]
-        recipe["ChannelPruningModifier"]["layout"] = self.layout
+        recipe["ChannelPruningModifier"] |= {"layout": self.layout, "pictures": False}
         for name, fields in self.changes.items():
             recipe[name] |= fields
         return recipe
@@ -72,6 +73,10 @@ BY_CHANNEL: Modifiers = {
     "QuantizationModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS_BY_CHANNEL}}}
 }
 ASYMMETRIC: Modifiers = {"QuantizationModifier": {"scheme": "W4A16_ASYM"}}
+FLOAT8: Modifiers = {"QuantizationModifier": {"scheme": "FP8_DYNAMIC"}}
+BLOCKS_OF_64: Modifiers = {"AlignmentModifier": {"block_size": 64, "min_width": 128}}
+# one scale for each row allows any width
+EXACT_WIDTHS: Modifiers = {"AlignmentModifier": {"block_size": 1, "min_width": 128}}
 
 
 # every recipe that comes with the package, every layout, and families that name or route differently
@@ -85,6 +90,8 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_gptq_a64": Spec("coverage_p25_gptq_a64"),
     "ragged_by_channel": Spec("coverage_p25_q4_a64", changes=BY_CHANNEL),
     "ragged_asymmetric": Spec("coverage_p25_q4", changes=ASYMMETRIC),
+    "ragged_fp8": Spec("coverage_p25_q4", changes=TWO_FIFTHS | BLOCKS_OF_64 | FLOAT8),
+    "ragged_fp8_exact": Spec("coverage_p25_q4", dtype=torch.bfloat16, changes=TWO_FIFTHS | EXACT_WIDTHS | FLOAT8),
     "ragged_fisher_fp32": Spec("fisher_p50"),
     "ragged_fisher_p25_w4a16": Spec("fisher_p25_q4"),
     "ragged_fisher_p50_w4a16": Spec("fisher_p50_q4"),
@@ -121,28 +128,65 @@ def make(name: str, directory: Path, workspace: Path) -> None:
     trusted = spec.family == LISTED
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True) if trusted else str(source)
     options: dict[str, Any] = {"batch_size": 4, "output_dir": str(output), "trust_remote_code_model": trusted}
-    oneshot(model=model, dataset=token_batches(), recipe=recipe, **options)
+    saved = oneshot(model=model, dataset=token_batches(), recipe=recipe, **options)
+    # load() leaves activations as they are, where engines quantize them
+    answers = as_engines_compute(saved) if _quantizes_activations(saved) else None
     # not in the directory: engines load every safetensors file they find there
-    save_file(expected(output), directory / f"{name}.expected.safetensors")
+    save_file(expected(output, model=answers), directory / f"{name}.expected.safetensors")
 
 
-def expected(checkpoint: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+def as_engines_compute(model: PreTrainedModel) -> PreTrainedModel:
+    """A model in memory that quantizes activations token by token, also in its experts.
+
+    Of a matrix of tokens, which experts read, the toolkit takes one scale for all (compressed-tensors 0.19). With one
+    more axis in front it takes one for each. Products of weights and their scales are not rounded to bfloat16.
+    """
+    for layer in _quantized_layers(model):
+        layer.forward = partial(_with_one_more_axis, layer.forward)
+    return model.to(torch.float32)
+
+
+def _with_one_more_axis(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return forward(x[None])[0] if x.ndim == 2 else forward(x)
+
+
+def _quantized_layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "quantization_scheme", None) is not None]
+
+
+def _quantizes_activations(model: PreTrainedModel) -> bool:
+    return any(layer.quantization_scheme.input_activations for layer in _quantized_layers(model))
+
+
+def expected(checkpoint: Path, device: str = "cpu", model: PreTrainedModel | None = None) -> dict[str, torch.Tensor]:
     """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``.
 
     ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own. ``bfloat16_shaken``, as many as
     ``DRAWS``: in bfloat16 by layers that round otherwise, as they do in another right implementation.
+
+    Where activations are quantized also ``float32_of_windows`` ``[16, 3]``, of each four tokens of the prompt by
+    themselves. The last bit of one value may decide to which of two numbers, far apart, it is rounded, and what comes
+    after it in a prompt is then another answer.
+
+    Args:
+        model: what answers; the checkpoint as ``load`` opens it where not given.
     """
     prompt_ids = torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7))
     trusted = "auto_map" in (checkpoint / "config.json").read_text()
-    model = load(checkpoint, trust_remote_code=trusted).to(device)
-    dtypes = sorted((torch.float32, torch.bfloat16), key=lambda dtype: dtype != model.dtype)
-    logprobs = {str(dtype).removeprefix("torch."): _logprobs(model.to(dtype), prompt_ids) for dtype in dtypes}
+    model = (model or load(checkpoint, trust_remote_code=trusted)).to(device).eval()
+    answers = {"prompt_ids": prompt_ids}
+    for dtype in sorted((torch.float32, torch.bfloat16), key=lambda dtype: dtype != model.dtype):
+        name = str(dtype).removeprefix("torch.")
+        answers[name] = _logprobs(model.to(dtype), prompt_ids)
+        if dtype == torch.float32 and _quantizes_activations(model):
+            windows = prompt_ids.split(WINDOW_TOKENS)
+            answers[f"{name}_of_windows"] = torch.stack([_logprobs(model, window) for window in windows])
     model.to(torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     for layer in model.get_decoder().layers:
         layer.register_forward_hook(partial(_shake, generator))
-    shaken = torch.stack([_logprobs(model, prompt_ids) for _ in range(DRAWS)])
-    return {"prompt_ids": prompt_ids, "bfloat16_shaken": shaken} | logprobs
+    answers["bfloat16_shaken"] = torch.stack([_logprobs(model, prompt_ids) for _ in range(DRAWS)])
+    return answers
 
 
 def _shake(generator: torch.Generator, _: torch.nn.Module, __: Any, output: Any) -> Any:

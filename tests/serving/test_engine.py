@@ -8,14 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moe_coverage_plugin.manifest import Manifest
-from tests.serving.agreement import assert_agrees, stored_bytes_of_experts
+from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, expected_logprobs, open_engine, prompt_logprobs
 
 TOP_K = 2  # of every tiny model
@@ -40,6 +42,7 @@ LOST_EXPERTS_4BIT = [
     "ragged_minimax",
     "ragged_qwen3_next",
 ]
+RAGGED_8BIT = ["ragged_fp8", "ragged_fp8_exact"]
 FAMILIES_4BIT = ["ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *LOST_EXPERTS_4BIT]
 # its experts lie in one tensor, which cannot be in 4 bits
 FAMILIES_16BIT = ["ragged_granite"]
@@ -54,8 +57,14 @@ CHECKPOINTS = SERVED_BY_US + ONE_WIDTH_16BIT
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Any]]:
     """A checkpoint and its engine; one at a time."""
     path = checkpoint_path(request.param)
-    llm = open_engine(path)
-    yield path, llm
+    with engine_on(path) as llm:
+        yield path, llm
+
+
+@contextmanager
+def engine_on(path: Path, **options: Any) -> Iterator[Any]:
+    llm = open_engine(path, **options)
+    yield llm
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
@@ -68,7 +77,24 @@ def test_agrees_with_transformers(served: tuple[Path, Any]) -> None:
     assert_agrees(path, prompt_logprobs(llm, expected_logprobs(path)[0]))
 
 
-@pytest.mark.parametrize("name", LOST_EXPERTS_4BIT + FAMILIES_16BIT)
+@pytest.mark.parametrize("name", RAGGED_8BIT)
+def test_rounds_activations_token_by_token(name: str) -> None:
+    """As the toolkit does in transformers; an engine that leaves them alone, or mixes tokens, would agree nowhere.
+
+    The last bit of one value may decide to which of two numbers it is rounded, so single windows may differ.
+    """
+    path = checkpoint_path(name)
+    file = load_file(path.with_name(f"{name}.expected.safetensors"))
+    expected = file["float32_of_windows"]
+    windows = file["prompt_ids"].view(len(expected), -1).tolist()
+    with engine_on(path, dtype="float32") as llm:
+        found = torch.tensor([prompt_logprobs(llm, window) for window in windows])
+        held = sum(llm.apply_model(bytes_of_experts))
+    assert (found - expected).abs().amax(-1).median() <= LARGEST_FLOAT32
+    assert held == stored_bytes_of_experts(path, "float32")
+
+
+@pytest.mark.parametrize("name", LOST_EXPERTS_4BIT + FAMILIES_16BIT + RAGGED_8BIT)
 def test_families_lost_whole_experts_and_kept_more_than_are_picked(name: str) -> None:
     manifest = Manifest.from_checkpoint(checkpoint_path(name))
     assert manifest is not None

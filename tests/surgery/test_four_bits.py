@@ -163,7 +163,7 @@ def recipe(block_size: int, quantizer: Any, sparsity: float = 0.4) -> list[Any]:
         AttributionModifier(layer_noise=None),
         CoverageModifier(sparsity=sparsity, inter_layer="uniform"),
         AlignmentModifier(block_size=block_size, min_width=block_size),
-        ChannelPruningModifier(),
+        ChannelPruningModifier(pictures=False),
         quantizer,
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from runs import W4, aligned, config_json, logits, prompt, prune, source, tensors
+from runs import FP8, W4, aligned, config_json, logits, prompt, prune, source, tensors
 from safetensors.torch import save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
@@ -33,6 +33,12 @@ def ragged(qwen, tmp_path_factory):
 def w4a16(qwen, tmp_path_factory):
     path = tmp_path_factory.mktemp("w4a16") / "out"
     return path, prune(qwen, path, quantize=True)
+
+
+@pytest.fixture(scope="module")
+def float8(qwen, tmp_path_factory):
+    path = tmp_path_factory.mktemp("float8") / "out"
+    return path, prune(qwen, path, quantize=FP8)
 
 
 def assert_same_tensors(one, other):
@@ -169,6 +175,28 @@ def test_four_bits_saved_again_are_sixteen_and_say_so(w4a16, tmp_path):
     assert quantization["config_groups"] == {}
     assert quantization["format"] == "dense"
     assert not any("weight_packed" in name or "weight_scale" in name for name in tensors(tmp_path / "out"))
+    assert torch.equal(logits(aligned(load(tmp_path / "out"))), logits(aligned(loaded)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float8_becomes_what_was_asked_for(float8, dtype):
+    """A weight is its 8 bits times the scale of its row, in the dtype of the model, and is never taken without."""
+    found, loaded = tensors(float8[0]), load(float8[0], dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    state = loaded.state_dict()
+    quantized = [name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert any(".experts." in name for name in quantized)
+    for name in quantized:
+        assert torch.equal(state[name], found[name].to(dtype) * found[f"{name}_scale"].to(dtype))
+    assert not any("scale" in name for name in state)
+
+
+def test_float8_saved_again_is_plain_and_says_so(float8, tmp_path):
+    loaded = load(float8[0])
+    loaded.save_pretrained(tmp_path / "out")
+    assert config_json(tmp_path / "out")["quantization_config"]["config_groups"] == {}
+    found = tensors(tmp_path / "out")
+    assert not any(name.endswith("weight_scale") or tensor.itemsize == 1 for name, tensor in found.items())
     assert torch.equal(logits(aligned(load(tmp_path / "out"))), logits(aligned(loaded)))
 
 
@@ -377,6 +405,26 @@ def test_a_wrong_recorded_shape_of_a_four_bit_tensor(w4a16, tmp_path):
     with pytest.raises(CoverageError) as caught:
         load(path)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+def test_plain_numbers_in_the_place_of_scaled_ones(float8, tmp_path, dtype):
+    """They would be multiplied by scales that are not theirs."""
+    path = shutil.copytree(float8[0], tmp_path / "copy")
+    found = tensors(path)
+    name = live_tensor(found)
+    write(path, found | {name: found[name].to(torch.float32).to(dtype)})
+    with pytest.raises(CoverageError, match="float8_e4m3fn was written") as caught:
+        load(path)
+    assert name in str(caught.value)
+
+
+def test_scaled_numbers_in_the_place_of_plain_ones(damaged):
+    path, found = damaged
+    name = live_tensor(found)
+    write(path, found | {name: found[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(CoverageError, match=r"has dtype torch\.float8_e4m3fn, torch\.float32 was written"):
+        load(path)
 
 
 def test_a_tensor_of_another_kind(damaged):

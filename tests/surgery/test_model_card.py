@@ -10,12 +10,13 @@ import pytest
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.repocard import RepoCard
-from runs import config_json, prune, source, tensors
+from runs import FP8, W4, config_json, prune, source, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_coverage_plugin import Manifest, load
 from moe_coverage_plugin.surgery.model_card import CARD_NAME, Origin, read_origin, write_card
 
+QUANTIZERS = {"w4a16": W4, "decompressed": W4, "fp8": FP8}
 LICENSED = "---\nlicense: apache-2.0\nlanguage: [en, de]\ntags: [theirs]\nbase_model: not/ours\n---\n# Base\n"
 
 
@@ -26,11 +27,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.fixture(scope="module", params=["16bit", "w4a16", "decompressed", "uniform"])
+@pytest.fixture(scope="module", params=["16bit", "w4a16", "fp8", "decompressed", "uniform"])
 def checkpoint(request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("out") / "my checkpoint's"
     layout = "uniform" if request.param == "uniform" else "ragged"
-    prune(qwen, output, layout, quantize=request.param in ("w4a16", "decompressed"))
+    prune(qwen, output, layout, quantize=QUANTIZERS.get(request.param, False))
     if request.param == "decompressed":
         again = output.with_name("again")
         load(output).save_pretrained(again)
@@ -57,8 +58,11 @@ def code(text: str, language: str) -> str:
     return block
 
 
-def is_quantized(checkpoint: Path) -> bool:
-    return any(name.endswith("weight_packed") for name in tensors(checkpoint))
+def stored_bits(checkpoint: Path) -> int:
+    """Of weights that are quantized, or 16."""
+    found = tensors(checkpoint)
+    scaled = {name.removesuffix("_scale") for name in found if name.endswith("weight_scale")}
+    return 16 if not scaled else 8 if scaled <= found.keys() else 4
 
 
 def test_front_matter_is_what_the_hub_reads(checkpoint: Path) -> None:
@@ -67,7 +71,8 @@ def test_front_matter_is_what_the_hub_reads(checkpoint: Path) -> None:
     assert (found["license"], found["language"]) == ("apache-2.0", ["en", "de"])
     assert "base_model" not in found, "a directory does not tell its name on the hub"
     assert {"pruning", "moe", "moe-coverage"} <= set(found["tags"])
-    assert ("4-bit" in found["tags"]) == is_quantized(checkpoint)
+    bits = stored_bits(checkpoint)
+    assert [tag for tag in found["tags"] if tag.endswith("-bit")] == ([f"{bits}-bit"] if bits < 16 else [])
     stock = config_json(checkpoint).get("quantization_config") is None
     assert found["library_name"] == ("transformers" if stock else "vllm")
     if stock:
@@ -88,10 +93,19 @@ def test_figures_are_those_of_the_files(checkpoint: Path) -> None:
     before = sum(tensor.nbytes for tensor in AutoModelForCausalLM.from_pretrained(base_of(manifest)).parameters())
     assert found["size"] == f"{stored / 2**20:,.2f} MiB; {before / 2**20:,.2f} MiB before"
     assert found["layout"] == manifest.layout
-    wanted = "4 bits, int, groups of 32; the rest float32" if is_quantized(checkpoint) else "float32, not quantized"
-    assert found["weights"] == wanted
+    bits = stored_bits(checkpoint)
+    weights = {4: "4 bits, int, groups of 32; the rest float32", 8: "8 bits, float, by channel; the rest float32"}
+    assert found["weights"] == weights.get(bits, "float32, not quantized")
+    assert found["activations"] == ("8 bits, float, by token; the rest float32" if bits == 8 else "not quantized")
     assert f"`base` with {removed} of the channels inside its experts removed" in text
-    assert ("what is left quantized" in text) == is_quantized(checkpoint)
+    assert ("what is left quantized" in text) == (bits < 16)
+
+
+def test_says_what_a_card_must_multiply(checkpoint: Path) -> None:
+    """And that transformers computes something else."""
+    text, float8 = card(checkpoint), stored_bits(checkpoint) == 8
+    assert ("compute capability 8.9 or newer" in text) == float8
+    assert ("Activations are not quantized there" in text) == float8
 
 
 def base_of(manifest: Manifest) -> str:

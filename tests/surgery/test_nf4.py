@@ -70,7 +70,7 @@ def exact_widths(dense: Path) -> Path:
     recipe = [
         AttributionModifier(layer_noise=None),
         CoverageModifier(sparsity=0.4, inter_layer="uniform"),
-        ChannelPruningModifier(),
+        ChannelPruningModifier(pictures=False),
     ]
     data: dict[str, Any] = {"dataset": token_batches(samples=4, length=16), "shuffle_calibration_samples": False}
     oneshot(model=str(dense), recipe=recipe, output_dir=str(dense.with_name("exact")), **data)

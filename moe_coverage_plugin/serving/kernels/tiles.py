@@ -97,7 +97,10 @@ _PACKED = (
 _FLOAT8 = (
     (10, LaunchPlan("tiled", Tiles(32, 128, 4, 5), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(32, 256, 4, 3), Tiles(128, 128, 4, 3), block_m=32)),
-    (inf, LaunchPlan("tiled", Tiles(64, 128, 4, 3, group=16, swap=False), Tiles(128, 128, 4, 3, group=16), block_m=64)),
+    (
+        inf,
+        LaunchPlan("tiled", Tiles(64, 128, 4, 3, group=16, swap=False), Tiles(128, 128, 4, 3, group=16), block_m=64),
+    ),
 )
 _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
 _TABLES = {16: (_DECODE_PLAIN, _PLAIN), 8: (_DECODE_FLOAT8, _FLOAT8), 4: (_DECODE_PACKED, _PACKED)}
