@@ -46,37 +46,39 @@ def write_results(files: Sequence[Path], path: Path) -> None:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Head and one table for each number of bits."""
-    parts = [_head(rows)]
-    for bits in sorted({row.bits for row in rows}):
-        parts += [
-            f"### {TITLES[bits]}",
-            _table([r for r in rows if r.bits == bits]),
-        ]
+    """The method, and for each card a head and one table for each number of bits."""
+    widths = {row.shape: f"{row.shape} {row.width} of {row.channels}" for row in rows}
+    parts = [_list([METHOD, f"Mean widths: {'; '.join(widths.values())}."])]
+    for card in _unique(row.card for row in rows):
+        of_card = [row for row in rows if row.card == card]
+        parts += [f"### {card}", _head(of_card)]
+        for bits in sorted({row.bits for row in of_card}):
+            parts += [f"#### {TITLES[bits]}", _table([row for row in of_card if row.bits == bits])]
     failed = [row for row in rows if row.stock_us is None]
     if failed:
         by_words: dict[str, list[str]] = {}
         for row in failed:
-            by_words.setdefault(str(row.stock_error), []).append(f"{row.shape}, {row.bits} bits, {row.tokens} tokens")
+            name = f"{row.card}, {row.shape}, {row.bits} bits, {row.tokens} tokens"
+            by_words.setdefault(str(row.stock_error), []).append(name)
         lines = [f"{'; '.join(names)}: {words}" for words, names in by_words.items()]
         parts += ["Without a ratio, vLLM's failed:", _list(lines)]
     return "\n\n".join(parts)
 
 
 def _head(rows: Sequence[Row]) -> str:
-    widths = {row.shape: f"{row.shape} {row.width} of {row.channels}" for row in rows}
     versions = _unique(", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows)
-    differences = [row.difference for row in rows if row.difference is not None]
     lines = [
-        f"Card: {'; '.join(_unique(row.card for row in rows))}.",
         f"Versions: {'; '.join(versions)}.",
         *(f"Command: `{command}`" for command in _unique(row.command for row in rows)),
         f"Seed: {', '.join(_unique(str(row.seed) for row in rows))}.",
-        METHOD,
-        f"Mean widths: {'; '.join(widths.values())}.",
     ]
+    differences: dict[int, float] = {}
+    for row in rows:
+        if row.difference is not None:
+            differences[row.bits] = max(row.difference, differences.get(row.bits, 0))
     if differences:
-        lines.append(f"On one uniform layer and 64 tokens, ours and vLLM's differ by at most {max(differences):.4f}.")
+        told = "; ".join(f"{TITLES[bits]} {differences[bits]:.4f}" for bits in sorted(differences))
+        lines.append(f"On one uniform layer and 64 tokens, ours and vLLM's differ by at most: {told}.")
     return _list(lines)
 
 

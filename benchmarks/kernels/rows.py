@@ -51,9 +51,9 @@ class Row:
     seed: int
 
     @property
-    def key(self) -> tuple[str, int, int]:
+    def key(self) -> tuple[str, str, int, int]:
         """Of rows with equal keys the last one counts."""
-        return self.shape, self.bits, self.tokens
+        return self.card, self.shape, self.bits, self.tokens
 
 
 def read_rows(files: Sequence[Path]) -> list[Row]:

@@ -134,7 +134,7 @@ def test_rows_come_back_and_later_ones_replace_earlier(tmp_path: Path):
 def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():
     other = replace(ROW, shape="Mixtral-8x7B", channels=14336, width=11904, tokens=8192, ratio=0.9, ours_us=5000.0)
     text = render.section([other, FAILED, ROW, replace(ROW, bits=16, ratio=1.0, difference=0.004)])
-    four, sixteen = text.split("### bfloat16")
+    four, sixteen = text.split("#### bfloat16")
     assert cells(four) == [
         ["tokens", "Qwen3-30B-A3B", "Mixtral-8x7B"],
         cells(four)[1],
@@ -143,9 +143,16 @@ def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():
         ["8192", "", "0.90 (5000.0)"],
     ]
     assert ["1", "1.00 (12.3)"] in cells(sixteen)
-    assert "- Qwen3-30B-A3B, 4 bits, 2 tokens: RuntimeError: no such shape" in text
+    assert f"- {ROW.card}, Qwen3-30B-A3B, 4 bits, 2 tokens: RuntimeError: no such shape" in text
     assert "- Mean widths: Mixtral-8x7B 11904 of 14336; Qwen3-30B-A3B 640 of 768." in text
-    assert "at most 0.0040" in text
+    assert "bfloat16 0.0040." in text
+
+
+def test_every_card_has_tables_of_its_own():
+    text = render.section([ROW, replace(ROW, card="another card", ratio=0.5)])
+    first, second = text.split("### another card")
+    assert ["1", "1.23 (12.3)"] in cells(first)
+    assert ["1", "0.50 (12.3)"] in cells(second)
 
 
 def test_results_are_written_between_their_markers(tmp_path: Path):
