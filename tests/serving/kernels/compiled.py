@@ -73,10 +73,11 @@ def ttgir(
 
 
 def main() -> None:
-    """Every plan of the table whose products are dot products, and one that weights its inputs."""
+    """The plans of the table whose products are dot products, and one that weights its inputs."""
     found = {}
     for bits in (4, 8, 16):
-        for plan in all_plans(bits):
+        # of 8 bits, operands of all plans come the same way
+        for plan in all_plans(bits)[-1 if bits == 8 else 0 :]:
             if plan.path == "tiled":
                 for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):
                     name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs"

@@ -38,8 +38,9 @@ def test_no_operand_in_registers_is_overwritten_while_it_is_read(kernels: dict[s
     assert seen >= 8
 
 
-def test_operands_in_shared_memory_may_overlap(kernels: dict[str, str]) -> None:
-    """What speed there is in 16 bits: nothing waits for a multiplication before the next one begins."""
-    code = next(code for name, code in kernels.items() if "16 bits, 128 pairs" in name)
+@pytest.mark.parametrize("kind", ["16 bits, 128 pairs", "8 bits, 64 pairs"])
+def test_operands_in_shared_memory_may_overlap(kernels: dict[str, str], kind: str) -> None:
+    """What speed there is in 16 and 8 bits: nothing waits for a multiplication before the next one begins."""
+    code = next(code for name, code in kernels.items() if kind in name)
     assert {operand for _, _, operand in MULTIPLICATION.findall(code)} == {"!ttg.memdesc"}
     assert "pendings = 1" in code
