@@ -60,7 +60,6 @@ def test_graphs(name: str) -> None:
     ("name", "kind"),
     [
         ("ragged_w4a16_a64", "tensor_parallel_size"),
-        ("ragged_minimax", "tensor_parallel_size"),
         ("ragged_bf16", "tensor_parallel_size"),
         ("ragged_fp8", "tensor_parallel_size"),
         ("ragged_w4a16_a64", "pipeline_parallel_size"),
