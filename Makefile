@@ -10,11 +10,19 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 SERVE_LOCK := requirements/$(if $(HAS_GPU),serve-cuda.txt,serve-cpu.txt)
 TORCH := torch==2.13.0
 ARTIFACTS := .artifacts
-PIP := -m pip --disable-pip-version-check install --quiet --progress-bar off
+# of ten files that pip would compile, one is ever imported
+PIP := -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile
 
 export TOKENIZERS_PARALLELISM := false
+# dozens of processes import the same packages
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint test-compress test-serve clean
+# Two processes, files that take longest first, fixtures of a module made once
+PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TEST_COMPRESS := $(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving
+TEST_SERVE := MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python $(PYTEST) tests/serving
+
+.PHONY: demo test environments lint checkpoints test-compress test-serve clean
 
 ## The main job, end to end: compress the mini-MoE by one recipe, then generate from the result with vLLM.
 demo: $(COMPRESS)/.ready $(SERVE)/.ready
@@ -22,7 +30,15 @@ demo: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(SERVE)/bin/python examples/generate.py out/demo/p_q4
 
 ## Everything that must hold: style, types, layers, both halves.
-test: lint test-compress test-serve
+test:
+	@# two targets at a time, each printing in one piece; where one fails, all of it does
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target environments
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint checkpoints
+	$(TEST_COMPRESS)
+	$(TEST_SERVE)
+
+environments: $(COMPRESS)/.ready $(SERVE)/.ready
+	@:
 
 lint: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/ruff check .
@@ -31,13 +47,18 @@ lint: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(COMPRESS)/bin/python
 	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
 
+# The models are tiny: more threads than processes only wait for each other
+test test-compress test-serve checkpoints: export OMP_NUM_THREADS := 1
+
 test-compress: $(COMPRESS)/.ready
-	$(COMPRESS)/bin/python -m pytest tests --ignore tests/serving --numprocesses 2 --dist loadfile
+	$(TEST_COMPRESS)
 
 # Serving is tested on checkpoints that the compressing half really wrote.
-test-serve: $(COMPRESS)/.ready $(SERVE)/.ready
+checkpoints: $(COMPRESS)/.ready
 	PYTHONPATH=tests $(COMPRESS)/bin/python tests/serving/make_checkpoints.py $(ARTIFACTS)
-	MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python -m pytest tests/serving
+
+test-serve: $(SERVE)/.ready checkpoints
+	$(TEST_SERVE)
 
 $(COMPRESS)/.ready: requirements/compress.txt pyproject.toml
 	$(call make_venv,$(COMPRESS))

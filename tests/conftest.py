@@ -1,9 +1,45 @@
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+# files that take longest, in that order: begun last, one would leave a worker alone with it
+LONGEST = [
+    "serving/test_ranks.py",
+    "serving/test_engine.py",
+    "serving/test_server.py",
+    "serving/test_benchmark.py",
+    "serving/kernels/test_launch.py",
+    "serving/kernels/test_machine_code.py",
+    "serving/test_plugin.py",
+    "serving/test_evaluation.py",
+    "examples/test_tutorial.py",
+    "surgery/test_memory.py",
+    "surgery/test_families.py",
+    "modifiers/test_recommended.py",
+    "modifiers/test_composition.py",
+    "modifiers/test_ranks.py",
+    "report/test_figures.py",
+    "recovery/test_finetune.py",
+    "calibration/test_gradients.py",
+]
+_TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {_TESTS / file: rank for rank, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    # what was imported stays, and the collector need not walk through it again and again
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

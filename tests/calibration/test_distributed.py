@@ -30,7 +30,9 @@ def exchange(rank: int, directory: str) -> None:
 
 
 def test_all_ranks_end_with_the_same_bits(tmp_path):
-    multiprocessing.start_processes(exchange, args=(str(tmp_path),), nprocs=RANKS, start_method="spawn")
+    # both fork from a process that has imported the toolkit, once, and nothing else
+    multiprocessing.set_forkserver_preload(["moe_coverage_plugin.calibration.distributed"])
+    multiprocessing.start_processes(exchange, args=(str(tmp_path),), nprocs=RANKS, start_method="forkserver")
     parts = [statistics_of(rank) for rank in range(RANKS)]
     for name in parts[0]:
         found = [torch.load(tmp_path / f"{name}.{rank}") for rank in range(RANKS)]

@@ -162,7 +162,9 @@ def rank_of_two(rank: int, directory: Path) -> None:
 
 def test_two_ranks_come_to_the_scores_of_one(tmp_path: Path):
     source = save_float64(tmp_path / "model", "qwen3_moe")
-    multiprocessing.start_processes(rank_of_two, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
+    # both fork from a process that has imported the toolkit, once, and nothing else
+    multiprocessing.set_forkserver_preload(["moe_coverage_plugin.calibration.distributed"])
+    multiprocessing.start_processes(rank_of_two, args=(tmp_path,), nprocs=RANKS, start_method="forkserver")
     for case in ("spoken", "silent"):
         alone = measure(source, data_of(case))
         first, second = (torch.load(tmp_path / f"{case}.{rank}") for rank in range(RANKS))

@@ -20,6 +20,8 @@ from moe_coverage_plugin.evaluation.tasks import Tasks
 @pytest.fixture
 def refused(capsys, monkeypatch, tmp_path):
     """Runs the script, which must end with status 2 and one line, having opened and written nothing."""
+    # data sets without a file of their own are looked for among all files here, environments in a clone included
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
         monkeypatch.setattr(backends, "open_backend", lambda *_: pytest.fail("a model was opened"))

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.distributed import init_dist
+from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from tiny import token_batches
 from torch import distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_coverage_plugin import AttributionModifier, recommended_recipe
+from moe_coverage_plugin import AttributionModifier, CoverageError, recommended_recipe
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
 
 
-def main(source: str, output: str, same_data: bool = False) -> None:
+def main(source: str, output: str) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -27,16 +28,16 @@ def main(source: str, output: str, same_data: bool = False) -> None:
         init_dist()
     elif ranks > 1:
         dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(source)
-    linearize_moe(model)
-    recipe = recommended_recipe(0.5, block_size=64, scheme=None)
-    attribution = recipe[0]
-    assert isinstance(attribution, AttributionModifier)
     rank = dist.get_rank() if ranks > 1 else 0
     dataset = token_batches(samples=8, length=24, padded=True)
-    if not same_data:
-        dataset = dataset.shard(ranks, rank)
-    oneshot(model=model, dataset=dataset, num_calibration_samples=len(dataset), recipe=recipe)
+    name = f"rank{rank}of{ranks}"
+    if ranks > 1:
+        # all ranks are dealt all samples
+        try:
+            calibrate(source, dataset)
+        except CoverageError as error:
+            Path(output).joinpath(f"{name}.refused").write_text(str(error))
+    model, attribution = calibrate(source, dataset.shard(ranks, rank))
     scores = attribution.measured
     result = {
         "widths": [block.widths for block in find_expert_blocks(model)],
@@ -44,11 +45,21 @@ def main(source: str, output: str, same_data: bool = False) -> None:
         "tokens": scores.tokens_LE.tolist(),
         "calibration": attribution.provenance,
     }
-    Path(output).joinpath(f"rank{rank}of{ranks}.json").write_text(json.dumps(result))
-    torch.save(scores.channels_LEI, Path(output) / f"rank{rank}of{ranks}.pt")
+    Path(output).joinpath(f"{name}.json").write_text(json.dumps(result))
+    torch.save(scores.channels_LEI, Path(output) / f"{name}.pt")
     if ranks > 1:
         dist.destroy_process_group()
 
 
+def calibrate(source: str, dataset: Dataset) -> tuple[PreTrainedModel, AttributionModifier]:
+    model = AutoModelForCausalLM.from_pretrained(source)
+    linearize_moe(model)
+    recipe = recommended_recipe(0.5, block_size=64, scheme=None)
+    attribution = recipe[0]
+    assert isinstance(attribution, AttributionModifier)
+    oneshot(model=model, dataset=dataset, num_calibration_samples=len(dataset), recipe=recipe)
+    return model, attribution
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:3], same_data="--same-data" in sys.argv)
+    main(*sys.argv[1:])

@@ -23,7 +23,8 @@ torch.set_num_threads(1)
 from cycles import cycles
 from moe_coverage_plugin import RecoveryOptions, finetune
 done = finetune(sys.argv[1], cycles(seed=1), sys.argv[2], RecoveryOptions(**eval(sys.argv[3])))
-print("writes", done.writes, done.before, done.after)
+# in one piece: both ranks write to one pipe
+sys.stdout.write(f"writes {done.writes} {done.before} {done.after}\\n")
 """
 
 

@@ -49,7 +49,6 @@ def test_pipeline_of_two_ranks() -> None:
     process = start(
         path,
         IN_PROCESSES | {"pipeline_parallel_size": 2},
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_CPU_OMP_THREADS_BIND=f"{CORES[0]}|{CORES[-1]}",
     )
     [expected] = one_rank(path, 1)
@@ -93,7 +92,6 @@ def test_three_ranks_that_do_not_divide_the_width() -> None:
     process = start(
         path,
         IN_PROCESSES | {"tensor_parallel_size": 3},
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_CPU_OMP_THREADS_BIND="|".join(str(CORES[rank % len(CORES)]) for rank in range(3)),
     )
     found = finish(process)
