@@ -11,7 +11,7 @@ from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm._custom_ops  # noqa: F401  # loads the operators that the questions below are about
+from vllm import _custom_ops as ops  # loads the operators that the questions below are about
 from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.model_executor.layers.fused_moe.config import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VLLM_CPU_LINEAR_OPERATOR = "cpu_gemm_wna16"
+VLLM_CPU_INT8_OPERATOR = "onednn_scaled_mm"
 TRACKING = "enable_weights_track"
 NO_ONE_WIDTH = -1
 """Channels on each rank where experts have no width in common; a method that allocates by it stops at once."""
@@ -106,6 +107,22 @@ def misrotates_heads() -> bool:
     quarter_turn = torch.cat([torch.zeros(1, size // 2), torch.ones(1, size // 2)], -1)
     torch.ops._C.rotary_embedding(torch.zeros(2, dtype=torch.long), heads, heads.clone(), size, quarter_turn, False)
     return not bool((heads[..., ::2] == -1).all())
+
+
+def saturates_int8_products() -> bool:
+    """Whether this build sums pairs of 8-bit products in 16 bits, which large ones overflow (CPUs without VNNI).
+
+    Asked by a product of the largest numbers.
+    """
+    if not current_platform.is_cpu() or not hasattr(torch.ops._C, VLLM_CPU_INT8_OPERATOR):
+        return False
+    channels, scale = 8, torch.ones(1, 1)
+    weight = torch.full((channels, 1), torch.iinfo(torch.int8).max, dtype=torch.int8)
+    handler = ops.create_onednn_scaled_mm(weight, scale, torch.float32, True, False)
+    x, x_scale, _ = ops.onednn_scaled_int8_quant(torch.ones(1, channels))
+    product = torch.empty(1, 1)
+    ops.onednn_scaled_mm(handler, x, product, x_scale, None, None, None)
+    return not torch.allclose(product, weight.float().sum())
 
 
 def complete_cpu_router(router: Any) -> None:

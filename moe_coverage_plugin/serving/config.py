@@ -149,9 +149,8 @@ class CoverageConfig(CompressedTensorsConfig):
             return method
         if scheme.num_bits != 4:
             raise CoverageError(
-                f"{prefix} has {scheme.num_bits}-bit weights, this build of vLLM lacks the operator and only 4-bit "
-                "weights can be decompressed at load: use a build "
-                f"with {compat.VLLM_CPU_LINEAR_OPERATOR}, or quantize with W4A16"
+                f"{prefix} has packed {scheme.num_bits}-bit weights, and builds of vLLM for CPUs know those of 4 bits "
+                "only: quantize it with W4A16 or FP8_DYNAMIC, or serve it on a GPU"
             )
         return DecompressedLinearMethod(scheme)
 

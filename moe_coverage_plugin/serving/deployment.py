@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ def check_deployment(vllm_config: VllmConfig) -> None:
         return
     refuse_wrong_positions(model_config.hf_text_config)
     groups = quantization_config.get("config_groups") or {}
+    refuse_wrong_products(groups.values())
     parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))
     check_degrees(
@@ -70,6 +72,26 @@ def refuse_wrong_positions(text_config: PretrainedConfig) -> None:
             "the model has multi-head latent attention with rope_type 'default', whose queries this build of vLLM "
             "rotates wrongly (all models of this kind, pruned or not): serve it on a GPU"
         )
+
+
+def refuse_wrong_products(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse 8-bit integers that a build multiplies wrongly without a word, pruned or not.
+
+    Args:
+        groups: ``config_groups`` of a checkpoint.
+
+    Raises:
+        CoverageError: if weights and activations of a group are 8-bit integers.
+    """
+    for group in groups:
+        operands = [group.get(name) or {} for name in ("weights", "input_activations")]
+        int8 = all((args.get("type"), args.get("num_bits")) == ("int", 8) for args in operands)
+        if int8 and compat.saturates_int8_products():
+            raise CoverageError(
+                f"{', '.join(group['targets'])} have int8 weights and activations, whose products overflow in this "
+                "build of vLLM on this processor (all models of this kind, pruned or not): serve it on a GPU or a "
+                "processor with VNNI, or quantize with FP8_DYNAMIC or W4A16"
+            )
 
 
 def refuse_exchanges(ranks: int, backend: str) -> None:

@@ -35,13 +35,17 @@ Modifiers = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of either changed."""
+    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of either changed.
+
+    ``before`` are modifiers of the toolkit that the recipe follows.
+    """
 
     recipe: str
     family: str = "qwen3_moe"
     dtype: torch.dtype = torch.float32
     layout: str = "ragged"
     changes: Modifiers = field(default_factory=dict)
+    before: Modifiers = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,7 +57,7 @@ class Spec:
         recipe["ChannelPruningModifier"] |= {"layout": self.layout, "pictures": False}
         for name, fields in self.changes.items():
             recipe[name] |= fields
-        return recipe
+        return self.before | recipe
 
 
 # blocks as wide as an expert leave whole experts only: all that live have one width
@@ -74,6 +78,22 @@ BY_CHANNEL: Modifiers = {
 }
 ASYMMETRIC: Modifiers = {"QuantizationModifier": {"scheme": "W4A16_ASYM"}}
 FLOAT8: Modifiers = {"QuantizationModifier": {"scheme": "FP8_DYNAMIC"}}
+EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+FLOAT8_ATTENTION: Modifiers = {
+    "QuantizationModifier": {
+        "config_groups": {
+            "attention": {
+                "targets": ["re:.*self_attn.*_proj$"],
+                "weights": EIGHT_BITS | {"strategy": "channel"},
+                "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+            },
+            "experts": {
+                "targets": ["re:.*experts.*_proj$"],
+                "weights": FOUR_BITS_BY_CHANNEL | {"strategy": "group", "group_size": 64},
+            },
+        }
+    }
+}
 BLOCKS_OF_64: Modifiers = {"AlignmentModifier": {"block_size": 64, "min_width": 128}}
 # one scale for each row allows any width
 EXACT_WIDTHS: Modifiers = {"AlignmentModifier": {"block_size": 1, "min_width": 128}}
@@ -92,6 +112,8 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_asymmetric": Spec("coverage_p25_q4", changes=ASYMMETRIC),
     "ragged_fp8": Spec("coverage_p25_q4", changes=TWO_FIFTHS | BLOCKS_OF_64 | FLOAT8),
     "ragged_fp8_exact": Spec("coverage_p25_q4", dtype=torch.bfloat16, changes=TWO_FIFTHS | EXACT_WIDTHS | FLOAT8),
+    "ragged_float8_attention": Spec("coverage_p25_q4_a64", changes=TWO_FIFTHS | FLOAT8_ATTENTION),
+    "ragged_after_reap": Spec("coverage_p25_q4", before={"REAPPruningModifier": {"sparsity": 0.25}}),
     "ragged_fisher_fp32": Spec("fisher_p50"),
     "ragged_fisher_p25_w4a16": Spec("fisher_p25_q4"),
     "ragged_fisher_p50_w4a16": Spec("fisher_p50_q4"),

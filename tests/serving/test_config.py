@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
-from moe_coverage_plugin.serving import register
+from moe_coverage_plugin.serving import compat, register
 from moe_coverage_plugin.serving.config import CoverageConfig
 from moe_coverage_plugin.serving.deployment import refuse_options
+from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
@@ -231,3 +234,21 @@ def test_hooks_are_entered_once_an_architecture() -> None:
         CoverageConfig.override_quantization_method(quantization_config(), None, hf_config=hf_config)  # pyright: ignore[reportArgumentType]  # only this is read
         hooks.append(MODELS_CONFIG_MAP["Qwen3MoeForCausalLM"])
     assert hooks[0] is hooks[1]
+
+
+@pytest.mark.skipif(not compat.lacks_w4a16_linear(), reason="this build has the operator, or other kernels")
+def test_linear_layers_of_other_bits_on_a_build_without_the_operator() -> None:
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    torch.nn.Module.__init__(layer)
+    path = "model.layers.1.self_attn.o_proj"
+
+    def with_bits(bits: int) -> CoverageConfig:
+        config = quantization_config()
+        attention = copy.deepcopy(GROUP) | {"targets": ["re:.*self_attn.*"]}
+        attention["weights"]["num_bits"] = bits
+        config["config_groups"] = {"attention": attention, **config["config_groups"]}
+        return CoverageConfig.from_config(config)
+
+    assert isinstance(with_bits(4).get_quant_method(layer, path), DecompressedLinearMethod)
+    with pytest.raises(CoverageError, match=rf"{re.escape(path)} has packed 8-bit weights, .* quantize it with W4A16"):
+        with_bits(8).get_quant_method(layer, path)

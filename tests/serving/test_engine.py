@@ -29,6 +29,7 @@ RECIPES_4BIT = [
     "ragged_gptq_a64",
     "ragged_by_channel",
     "ragged_asymmetric",
+    "ragged_after_reap",
     "ragged_fisher_p25_w4a16",
     "ragged_fisher_p50_w4a16",
 ]
@@ -42,7 +43,7 @@ LOST_EXPERTS_4BIT = [
     "ragged_minimax",
     "ragged_qwen3_next",
 ]
-RAGGED_8BIT = ["ragged_fp8", "ragged_fp8_exact"]
+RAGGED_8BIT = ["ragged_fp8", "ragged_fp8_exact", "ragged_float8_attention"]
 FAMILIES_4BIT = ["ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *LOST_EXPERTS_4BIT]
 # its experts lie in one tensor, which cannot be in 4 bits
 FAMILIES_16BIT = ["ragged_granite"]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError
+from moe_coverage_plugin.serving import compat
 from tests.serving.engine import OPTIONS, checkpoint_path, open_engine
 
 
@@ -217,6 +218,36 @@ def test_positions_that_the_build_gets_wrong(edited: Callable[..., Path]) -> Non
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"latent attention with rope_type 'default'.* rotates wrongly"):
         open_engine(path)
+
+
+def test_products_of_8_bit_integers() -> None:
+    """The question by the largest numbers finds what a layer of many channels shows."""
+    if torch.cuda.is_available():
+        assert not compat.saturates_int8_products()
+        return
+    from vllm import _custom_ops as ops
+
+    weight, scale = torch.randint(-127, 128, (64, 128), dtype=torch.int8).t(), torch.ones(64, 1)
+    handler = ops.create_onednn_scaled_mm(weight, scale, torch.float32, True, False)
+    x, x_scale, _ = ops.onednn_scaled_int8_quant(torch.randn(16, 128))
+    product = torch.empty(16, 64)
+    ops.onednn_scaled_mm(handler, x, product, x_scale, None, None, None)
+    is_right = torch.allclose(product, x.float() @ weight.float() * x_scale, rtol=1e-4)
+    assert compat.saturates_int8_products() is not is_right
+
+
+def test_products_that_the_build_gets_wrong(edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_attention(config: dict[str, Any]) -> None:
+        int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+        config["config_groups"]["attention"] = {
+            "targets": ["re:.*self_attn.*_proj$"],
+            "weights": int8 | {"strategy": "channel"},
+            "input_activations": int8 | {"strategy": "token", "dynamic": True},
+        }
+
+    monkeypatch.setattr(compat, "saturates_int8_products", lambda: True)
+    with pytest.raises(ValueError, match=r"self_attn.* int8 weights and activations, whose products overflow"):
+        open_engine(edited("ragged_w4a16", add_attention))
 
 
 def test_activation_that_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
