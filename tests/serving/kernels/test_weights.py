@@ -116,3 +116,23 @@ def test_refusal(widths: list[int], hidden: int, group_size: int | None, reason:
 
 def test_refuses_older_cards() -> None:
     assert refusal([64], 64, None, (7, 5)) == "the kernels need compute capability 8.0, the card has 7.5"
+
+
+def test_refusal_of_8_bits() -> None:
+    """Cards before Ada do not multiply them; rows that are not whole sixteens of bytes could not be read in words."""
+    words = "the kernels need compute capability 8.9 for 8-bit floats, the card has 8.6"
+    assert refusal([64], 64, None, (8, 6), bits=8) == words
+    assert refusal([64], 72, None, (8, 9), bits=8) == "hidden size 72 is no multiple of 16, which 8-bit floats need"
+    assert refusal([0, 33], 96, None, (8, 9), bits=8) is None
+
+
+def test_plain_rows_of_8_bits_are_padded_to_sixteens() -> None:
+    w13, w2 = (torch.ones(n, dtype=torch.float8_e4m3fn) for n in (2 * 12 * 64, 64 * 12))
+    scales = torch.rand(2 * 12), torch.rand(2 * 64)
+    weights = prepare(w13, w2, *scales, widths_E=[9, 0, 3], hidden=64, group_size=None)
+    first, second = weights.w2.split([64 * 16, 64 * 16])
+    assert first.view(64, 16)[:, :9].float().all()
+    assert not first.view(64, 16)[:, 9:].float().any()
+    assert not second.view(64, 16)[:, 3:].float().any()
+    assert (weights.bits, weights.unit) == (8, 16)
+    assert weights.table_E4.tolist() == [[9, 0, 0, 0], [0, 9, 1, 1], [3, 9, 1, 1]]
