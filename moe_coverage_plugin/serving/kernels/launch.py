@@ -88,7 +88,6 @@ class _Layer:
         weights, blocks_n = self.weights, triton.cdiv(self.weights.padded_width, tiles.block_n)
         if blocks_n == 0:
             return
-        options = self._common(x_TH, tiles)
         x_TH, token_scale_T = quantize(x_TH) if weights.bits == 8 else (x_TH, None)
         gate_up_kernel[(experts.numel() * blocks_n,)](
             *(x_TH, token_scale_T, weights.w13, weights.w13_scale, weights.w13_zero_point, weights.w13_bias),
@@ -100,13 +99,13 @@ class _Layer:
             DIRECT=sorted_pairs is None,
             EVEN_K=weights.hidden % tiles.block_k == 0,
             **self._tiled(block_m, tiles),
-            **options,
+            **self._common(x_TH, tiles),
         )
 
     def down(self, h_PN: Tensor, z_PH: Tensor, routing: Routing, block_m: int, tiles: Tiles) -> None:
         """Down by tiles of pairs."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
-        used, options = routing.expert_of_tile, self._common(h_PN, tiles)
+        used = routing.expert_of_tile
         h_PN, pair_scale_P = self._quantized(h_PN)
         down_kernel[(used.numel() * blocks_n,)](
             *(h_PN, pair_scale_P, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
@@ -115,7 +114,7 @@ class _Layer:
             HAS_BIAS=weights.w2_bias is not None,
             EVEN_K=weights.unit % tiles.block_k == 0,
             **self._tiled(block_m, tiles),
-            **options,
+            **self._common(h_PN, tiles),
         )
 
     def sum(self, z_PH: Tensor, y_TH: Tensor) -> None:
@@ -132,7 +131,6 @@ class _Layer:
     def down_decode(self, h_PN: Tensor, y_TH: Tensor, tiles: Tiles) -> None:
         """Down and the sum, token by token."""
         weights, blocks_n = self.weights, triton.cdiv(self.weights.hidden, tiles.block_n)
-        options = self._common(h_PN, tiles)
         h_PN, pair_scale_P = self._quantized(h_PN)
         down_decode_kernel[(len(y_TH) * blocks_n,)](
             *(h_PN, pair_scale_P, weights.w2, weights.w2_scale, weights.w2_zero_point, weights.w2_bias),
@@ -142,7 +140,7 @@ class _Layer:
             HAS_BIAS=weights.w2_bias is not None,
             SLOTS=triton.next_power_of_2(self.top_k),
             STAGES=tiles.stages,
-            **options,
+            **self._common(h_PN, tiles),
         )
 
     def _quantized(self, h_PN: Tensor) -> tuple[Tensor, Tensor | None]:
