@@ -37,7 +37,7 @@ from benchmarks.allocation.tables import ALL_CORPORA, Setting
 from benchmarks.allocation.text import calibration_pools, draw, evaluation_windows
 from benchmarks.commands import portable
 from benchmarks.plan import processor
-from benchmarks.records import Record, append_run, run_parser, write_runs
+from benchmarks.records import Record, measure_or_render, run_parser
 from moe_coverage_plugin import load
 from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
 
@@ -352,12 +352,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="decoded where speed is measured")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    if args.render:
-        write_runs(NAME, "NF4 by bitsandbytes", args.output, section)
-        return
-    record = measure(args)
-    append_run(args.output, record)
-    print(section(record))
+    measure_or_render(args, NAME, "NF4 by bitsandbytes", measure, section)
 
 
 if __name__ == "__main__":

@@ -54,24 +54,32 @@ def run_parser(
     return parser
 
 
-def append_run(file: Path, record: Record) -> None:
-    """Add a run to those of a file, which is made where it is missing."""
-    records = json.loads(file.read_text()) if file.exists() else []
-    write_atomically(file, (json.dumps([*records, record], indent=1) + "\n").encode())
-
-
-def write_runs(name: str, title: str, file: Path, section: Callable[[Record], str]) -> None:
-    """Put all runs of a file into RESULTS.md.
+def measure_or_render(
+    args: argparse.Namespace,
+    name: str,
+    title: str,
+    measure: Callable[[argparse.Namespace], Record],
+    section: Callable[[Record], str],
+) -> None:
+    """Add a run to those of ``args.output`` and print it, or put all of them into RESULTS.md.
 
     Args:
+        args: of ``run_parser``.
         name: of the benchmark's module and of its markers.
         title: of the section, where there is none yet.
-        file: JSON list of records.
+        measure: makes a run.
         section: a record as Markdown.
     """
-    begin, end = markers(name)
-    introduction = f"## {title}\n\nWritten by `python -m benchmarks.{name} --render`.\n\n{begin}\n{end}\n"
-    write_between(RESULTS, name, introduction, "\n\n".join(map(section, json.loads(file.read_text()))))
+    file: Path = args.output
+    if args.render:
+        begin, end = markers(name)
+        introduction = f"## {title}\n\nWritten by `python -m benchmarks.{name} --render`.\n\n{begin}\n{end}\n"
+        write_between(RESULTS, name, introduction, "\n\n".join(map(section, json.loads(file.read_text()))))
+        return
+    record = measure(args)
+    records = json.loads(file.read_text()) if file.exists() else []
+    write_atomically(file, (json.dumps([*records, record], indent=1) + "\n").encode())
+    print(section(record))
 
 
 def _model(argument: str) -> tuple[str, Path]:

@@ -36,7 +36,7 @@ from benchmarks.allocation.tables import ALL_CORPORA
 from benchmarks.allocation.text import WINDOW, Windows, calibration_pools, draw, evaluation_windows
 from benchmarks.commands import portable
 from benchmarks.plan import processor
-from benchmarks.records import Record, append_run, run_parser, write_runs
+from benchmarks.records import Record, measure_or_render, run_parser
 from moe_coverage_plugin import RecoveryOptions, finetune, load, recommended_recipe
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recovery import Recovered
@@ -251,12 +251,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.option = dict(args.option)
-    if args.render:
-        write_runs(NAME, "Recovery by fine-tuning", args.output, section)
-        return
-    record = measure(args)
-    append_run(args.output, record)
-    print(section(record))
+    measure_or_render(args, NAME, "Recovery by fine-tuning", measure, section)
 
 
 if __name__ == "__main__":
