@@ -43,13 +43,14 @@ def ragged_experts(
         ``y_TH`` in the dtype of ``x_TH``, summed in float32.
     """
     assert x_TH.shape[1] == weights.hidden
+    assert weights.computed_in in (None, x_TH.dtype)
     assert topk_ids_TK.shape == topk_weights_TK.shape
     if len(x_TH) == 0 or (weights.width == 0 and weights.w2_bias is None):
         return torch.zeros_like(x_TH)
     x_TH, topk_weights_TK, topk_ids_TK = x_TH.contiguous(), topk_weights_TK.contiguous(), topk_ids_TK.contiguous()
     pairs = topk_ids_TK.numel()
     if plan is None:
-        plan = choose(pairs, weights.experts, weights.bits, x_TH.itemsize)
+        plan = choose(pairs, weights.experts, weights.hidden, weights.w2_weights, weights.bits, x_TH.itemsize)
     # rows begin at multiples of 16 channels, which lets them be read in full words
     h_PN = x_TH.new_empty(pairs, -(-weights.padded_width // 16) * 16)
     y_TH = torch.empty_like(x_TH)

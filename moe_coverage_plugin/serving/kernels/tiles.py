@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -51,7 +50,8 @@ class LaunchPlan:
 
 
 # What follows was measured on an H200 (torch 2.11, Triton 3.6): 128 experts of 640 channels on average in blocks of
-# 128, hidden size 2048, 8 experts per token, groups of 128.
+# 128, hidden size 2048, 8 experts per token, groups of 128; what is said of large and of few experts on the shapes of
+# Mixtral, of a half of it, of DeepSeek-V3, and on 128 experts of 1280 channels, hidden size 4096.
 
 # Pairs up to which a plan is taken, and the plan.
 _DECODE_PLAIN = ((32, LaunchPlan("decode", Tiles(32, 64, 4, 6), Tiles(8, 128, 4, 3))),)
@@ -63,6 +63,8 @@ _DECODE_PACKED = (
     (16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),
     (32, LaunchPlan("decode", Tiles(64, 128, 4, 4), Tiles(16, 128, 4, 3))),
 )
+_MOST_DECODED = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
+"""Weights of ``w2`` that pairs may read where they are not sorted: that saves launches, but reads more slowly."""
 
 # Pairs per expert up to which a plan is taken, and the plan.
 _PLAIN = (
@@ -103,25 +105,46 @@ _FLOAT8 = (
     ),
 )
 _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
-_TABLES = {16: (_DECODE_PLAIN, _PLAIN), 8: (_DECODE_FLOAT8, _FLOAT8), 4: (_DECODE_PACKED, _PACKED)}
+
+_FEW_PROGRAMS = 256
+"""Programs of a second projection, in blocks of 128 channels, that leave much of a card idle."""
+
+_Table = tuple[tuple[float, LaunchPlan], ...]
 
 
-@cache
-def choose(pairs: int, experts: int, bits: int, itemsize: int = 2) -> LaunchPlan:
+def _narrower(table: _Table, down: Tiles) -> _Table:
+    """The same plans for few programs: of fewer channels each, which makes more of them, and longer steps."""
+    return tuple((limit, replace(plan, down=down)) for limit, plan in table)
+
+
+# By bits of weights: for pairs that are not sorted, for few programs, and for all others.
+_TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
+    16: (_DECODE_PLAIN, _narrower(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
+    8: (_DECODE_FLOAT8, _narrower(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
+    4: (_DECODE_PACKED, _narrower(_PACKED[:1], Tiles(64, 256, 4, 3)), _PACKED),
+}
+
+
+def choose(pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, itemsize: int = 2) -> LaunchPlan:
     """The plan for a number of pairs.
 
     Args:
         pairs: tokens times experts per token.
         experts: number of experts, removed ones included.
+        hidden: hidden size.
+        w2_weights: weights of all second projections together.
         bits: of weights, see ``KernelWeights``.
         itemsize: bytes of a hidden state.
     """
     if _has_no_table(bits, itemsize):
         return _FLOAT32
-    decode, tiled = _TABLES[bits]
+    decode, few_programs, tiled = _TABLES[bits]
     # pairs of one expert would each read its weights anew: few should meet
-    few = [plan for limit, plan in decode if pairs <= limit and 3 * pairs <= experts]
-    return few[0] if few else next(plan for limit, plan in tiled if pairs / experts <= limit)
+    if 3 * pairs <= experts and pairs * w2_weights <= experts * _MOST_DECODED[bits] and pairs <= decode[-1][0]:
+        return _first(decode, pairs)
+    if min(pairs, experts) * hidden <= 128 * _FEW_PROGRAMS and pairs / experts <= few_programs[-1][0]:
+        return _first(few_programs, pairs / experts)
+    return _first(tiled, pairs / experts)
 
 
 def all_plans(bits: int, itemsize: int = 2) -> list[LaunchPlan]:
@@ -129,6 +152,10 @@ def all_plans(bits: int, itemsize: int = 2) -> list[LaunchPlan]:
     if _has_no_table(bits, itemsize):
         return [_FLOAT32]
     return [plan for table in _TABLES[bits] for _, plan in table]
+
+
+def _first(table: _Table, count: float) -> LaunchPlan:
+    return next(plan for limit, plan in table if count <= limit)
 
 
 def _has_no_table(bits: int, itemsize: int) -> bool:

@@ -78,9 +78,20 @@ class KernelWeights:
         return self.w13, self.w2, *scales, *biases, self.w13_zero_point, self.w2_zero_point
 
     @property
+    def computed_in(self) -> torch.dtype | None:
+        """Dtype of hidden states: that of plain weights or of packed weights' scales, any for 8 bits."""
+        decisive = {16: self.w13, 8: None, 4: self.w13_scale}[self.bits]
+        return None if decisive is None else decisive.dtype
+
+    @property
     def experts(self) -> int:
         """Number of experts, removed ones included."""
         return len(self.table_E4)
+
+    @property
+    def w2_weights(self) -> int:
+        """Weights of all second projections together, padding included."""
+        return self.w2.numel() * (2 if self.bits == 4 else 1)
 
     @property
     def min_width(self) -> int:

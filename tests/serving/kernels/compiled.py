@@ -80,7 +80,8 @@ def main() -> None:
         for plan in all_plans(bits)[-1 if bits == 8 else 0 :]:
             if plan.path == "tiled":
                 for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):
-                    name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs"
+                    channels = f"{tiles.block_n} by {tiles.block_k} channels"
+                    name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs, {channels}"
                     found[name] = ttgir(kernel, bits, plan.block_m, tiles)
                     if bits == 4:
                         found[f"{name}, zero points"] = ttgir(kernel, bits, plan.block_m, tiles, has_zero=True)

@@ -17,13 +17,24 @@ def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
     return plan, plan.path == "tiled" and count_block(pairs)
 
 
-@given(st.integers(1, 40_000), st.integers(1, 12), st.integers(1, 256), st.sampled_from([4, 16]))
-@example(128, 8, 128, 16)
-@example(129, 8, 128, 4)
-def test_no_number_of_tokens_needs_other_kernels(tokens: int, top_k: int, experts: int, bits: int) -> None:
+@given(
+    tokens=st.integers(1, 40_000),
+    top_k=st.integers(1, 12),
+    experts=st.integers(1, 256),
+    hidden=st.sampled_from([512, 2048, 7168]),
+    width=st.integers(0, 16_384),
+    bits=st.sampled_from([4, 8, 16]),
+)
+@example(128, 8, 128, 2048, 640, 16)
+@example(129, 8, 128, 2048, 640, 4)
+@example(2, 2, 8, 4096, 11_904, 4)
+def test_no_number_of_tokens_needs_other_kernels(
+    tokens: int, top_k: int, experts: int, hidden: int, width: int, bits: int
+) -> None:
     """Case 27: nothing is left to be compiled, and so to fail, at the first request."""
     ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k)}
-    assert kernels(choose(tokens * top_k, experts, bits), tokens * top_k) in ahead
+    pairs = tokens * top_k
+    assert kernels(choose(pairs, experts, hidden, experts * hidden * width, bits), pairs) in ahead
 
 
 @pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
