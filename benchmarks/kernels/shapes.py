@@ -42,6 +42,8 @@ SHAPES = (
     Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4),
     Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6),
     Shape("Mixtral-8x7B", 4096, 14336, 8, 2),
+    Shape("Qwen3-235B-A22B", 4096, 1536, 128, 8),
+    Shape("DeepSeek-V3", 7168, 2048, 256, 8),
 )
 
 

@@ -9,7 +9,7 @@ every variant.
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
     python -m benchmarks.serving --tensor-parallel-size 2 --output benchmarks/results/serving_tp2.json
-    python -m benchmarks.serving --render benchmarks/results/serving.json benchmarks/results/serving_tp2.json
+    python -m benchmarks.serving --render benchmarks/results/serving*.json
     VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.serving --small --enforce-eager --output /tmp/serving.json
 """
 

@@ -67,6 +67,8 @@ def test_widths_of_the_models():
         "Qwen1.5-MoE-A2.7B": 1152,
         "DeepSeek-V2-Lite": 1152,
         "Mixtral-8x7B": 11904,
+        "Qwen3-235B-A22B": 1280,
+        "DeepSeek-V3": 1664,
     }
     widths = random_widths(SHAPES[0], 0)
     assert set(widths) == {512, 640, 768}
