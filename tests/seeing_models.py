@@ -48,9 +48,9 @@ class Seeing:
     text_alone: bool = False
 
 
-# checkpoints of the first family hold all experts in one tensor, so it is refused in 4 bits
 MODELS = {
     "qwen3_vl_moe": Seeing("qwen3_vl_moe"),
+    "qwen3_vl_moe_w4a16": Seeing("qwen3_vl_moe", "W4A16"),
     "qwen3_5_moe": Seeing("qwen3_5_moe"),
     "qwen3_5_moe_w4a16": Seeing("qwen3_5_moe", "W4A16"),
     "qwen3_5_moe_text_w4a16": Seeing("qwen3_5_moe", "W4A16", text_alone=True),

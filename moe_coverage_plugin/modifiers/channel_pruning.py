@@ -38,7 +38,6 @@ from moe_coverage_plugin.modifiers.pruning_checks import check_routable, refuse_
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.surgery.checkpoint import check_output, save_with_manifest
-from moe_coverage_plugin.surgery.expert_names import check_quantizable
 from moe_coverage_plugin.surgery.experts import prune_block, remove_expert
 from moe_coverage_plugin.surgery.memory import return_freed_tensors
 from moe_coverage_plugin.surgery.router import mask_router
@@ -93,8 +92,6 @@ class ChannelPruningModifier(Modifier):
             state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple, self.layout
         )
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
-        if quantized:
-            check_quantizable(state.model)
         self._check_output(state.model, quantized)
         self.requires_calibration_data = self.reconstruct
         if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:

@@ -33,9 +33,16 @@ NO_ONE_WIDTH = -1
 """Channels on each rank where experts have no width in common; a method that allocates by it stops at once."""
 
 
-def lacks_w4a16_linear() -> bool:
-    """Whether this build chooses a 4-bit linear kernel whose operator it does not have (AVX2 builds for CPUs)."""
-    return current_platform.is_cpu() and not hasattr(torch.ops._C, VLLM_CPU_LINEAR_OPERATOR)
+def lacks_w4a16_linear(dtype: torch.dtype) -> bool:
+    """Whether this build chooses a 4-bit linear kernel whose operator cannot run.
+
+    Builds for CPUs choose one that those for AVX2 do not have, and those for AVX-512 for 16-bit floats only.
+
+    Args:
+        dtype: of hidden states.
+    """
+    has_operator = hasattr(torch.ops._C, VLLM_CPU_LINEAR_OPERATOR)
+    return current_platform.is_cpu() and not (has_operator and dtype.itemsize == 2)
 
 
 def lacks_w4a16_moe() -> bool:

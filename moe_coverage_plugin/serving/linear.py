@@ -1,4 +1,4 @@
-"""4-bit linear layers on builds of vLLM that choose a kernel whose operator they lack."""
+"""4-bit linear layers on builds of vLLM that choose a kernel whose operator they lack, or lack for a dtype."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ class DecompressedLinearMethod(LinearMethodBase):
 @cache
 def _say_once() -> None:
     logger.warning(
-        f"This build of vLLM lacks the operator {compat.VLLM_CPU_LINEAR_OPERATOR}: 4-bit linear layers outside the "
-        "experts are decompressed at load and take four times their stored memory"
+        f"This build of vLLM lacks the operator {compat.VLLM_CPU_LINEAR_OPERATOR} for {torch.get_default_dtype()}: 4-bit "
+        "linear layers outside the experts are decompressed at load and take four times their stored memory or more"
     )

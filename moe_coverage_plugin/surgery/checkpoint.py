@@ -31,10 +31,11 @@ from moe_coverage_plugin.calibration.expert_blocks import (
     linears_that_must_stay,
 )
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Layout, Manifest
-from moe_coverage_plugin.surgery.expert_names import check_quantizable, keep_family_names, stores_single_experts
+from moe_coverage_plugin.surgery.expert_names import keep_family_names, stores_single_experts
 from moe_coverage_plugin.surgery.expert_schemes import check_activations, check_rotations
 from moe_coverage_plugin.surgery.model_card import Origin, write_card
 
+STATUS_KEY = "quantization_status"
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 PICTURES_NAME = "moe_coverage_report"
 
@@ -92,7 +93,6 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
         check_output(target)
         quantized = _is_quantized(model)
         if quantized:
-            check_quantizable(model)
             check_schemes(model, record.layout)
         check_rotations(model)
         if _on_disk(model):
@@ -105,12 +105,13 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
                 (staging / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
                 for write_companion in record.companions:
                     write_companion(staging)
-                open_to_all = record.layout != "ragged" and not quantized and stores_single_experts(model)
+                found_by_stock = stores_single_experts(model)
+                open_to_all = record.layout != "ragged" and not quantized and found_by_stock
                 manifest = describe(model, record)
                 name = target.absolute().name
                 write_card(staging, name, manifest, record.report, record.origin, quantized, open_to_all)
                 # last: without its entry nobody takes the directory for a checkpoint
-                write_entry(staging, manifest, quantized, open_to_all)
+                write_entry(staging, manifest, quantized, open_to_all, found_by_stock)
         if is_source_process():
             stored = sum(file.stat().st_size for file in target.glob("*.safetensors"))
             logger.info(f"Saved {target}: {stored / 2**20:.1f} MiB of weights")
@@ -208,7 +209,9 @@ def check_output(target: Path, needed_bytes: int = 0) -> None:
         )
 
 
-def write_entry(directory: Path, manifest: Manifest, quantized: bool, open_to_all: bool = False) -> None:
+def write_entry(
+    directory: Path, manifest: Manifest, quantized: bool, open_to_all: bool = False, found_by_stock: bool = True
+) -> None:
     """Add the manifest to ``config.json`` and declare a width at which stock engines stop or load rightly.
 
     The toolkit rewrites the file from the source model's, so this comes after it; replaced atomically.
@@ -216,6 +219,8 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, open_to_al
     Args:
         open_to_all: stock engines can load the checkpoint as it is. The manifest then stands beside the
             ``quantization_config``, because transformers opens none that quantizes nothing.
+        found_by_stock: stock transformers looks for single experts, and so stops at a wrong width. Where it does not,
+            quantized ones get a status that it does not know and stops at; engines do not read it.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -227,7 +232,8 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, open_to_al
         config[CONFIG_KEY] = manifest.to_entry()
     else:
         assert quantization is not None, "the toolkit writes what it quantized"
-        config["quantization_config"] = quantization | {CONFIG_KEY: manifest.to_entry()}
+        status = {} if found_by_stock or not quantized else {STATUS_KEY: CONFIG_KEY}
+        config["quantization_config"] = quantization | status | {CONFIG_KEY: manifest.to_entry()}
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width

@@ -11,7 +11,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
 
 from moe_coverage_plugin.calibration.expert_lists import ListedExperts
-from moe_coverage_plugin.manifest import CoverageError
 
 # what a family merges into one tensor when it is loaded, and the projections in it in their order
 MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -36,27 +35,13 @@ def keep_family_names(model: PreTrainedModel) -> None:
 def stores_single_experts(model: PreTrainedModel) -> bool:
     """Whether checkpoints of the family hold every expert by itself, as ours do.
 
-    Stock engines find no single experts of other families.
+    Stock transformers finds no single experts of other families: it leaves them out and starts with random ones.
     """
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # the toolkit's own loading puts renamings of numbered experts in the place of the mergers, for the whole process
     if any(_merges_experts(each) or NUMBERED in each.source_patterns[0] for each in transforms):
         return True
     return any(isinstance(module, ListedExperts) for module in model.modules())
-
-
-def check_quantizable(model: PreTrainedModel) -> None:
-    """Refuse quantized experts that no engine would find.
-
-    Raises:
-        CoverageError: the family stores its experts merged. A quantized checkpoint holds them one by one, and stock
-            engines would start with random ones instead.
-    """
-    if not stores_single_experts(model):
-        raise CoverageError(
-            f"{type(model).__name__} cannot be quantized: its checkpoints hold all experts of a layer in one tensor, "
-            "and engines would leave out quantized tensors of single experts; prune it in 16 bit, without a quantizer"
-        )
 
 
 def _merges_experts(transform: WeightTransform) -> TypeGuard[WeightConverter]:

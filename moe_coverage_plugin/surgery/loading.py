@@ -12,7 +12,12 @@ from accelerate import init_empty_weights
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.offload import remove_dispatch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
@@ -37,7 +42,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from moe_coverage_plugin.calibration.expert_blocks import WIDTH_KEYS, ExpertBlock, find_expert_blocks
 from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json
-from moe_coverage_plugin.surgery.checkpoint import PruningRecord, save_with_manifest
+from moe_coverage_plugin.surgery.checkpoint import STATUS_KEY, PruningRecord, save_with_manifest
 from moe_coverage_plugin.surgery.expert_names import keep_family_names
 from moe_coverage_plugin.surgery.experts import prune_block
 from moe_coverage_plugin.surgery.model_card import read_origin
@@ -207,6 +212,8 @@ def _linear_blocks(model: PreTrainedModel, config: PretrainedConfig) -> list[Exp
 
 def _expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> ModelCompressor:
     known = {key: value for key, value in quantization.items() if key in QuantizationConfig.model_fields}
+    if known.get(STATUS_KEY) == CONFIG_KEY:
+        known[STATUS_KEY] = QuantizationStatus.COMPRESSED
     with _foreign_reader(Path(model.config._name_or_path) / "config.json"):
         quantization_config = QuantizationConfig.model_validate(known)
     quantization_config.ignore = _names_in_model(model, quantization_config.ignore or [])

@@ -130,6 +130,7 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_minimax": Spec("coverage_p25_q4_a64", "minimax_m2", changes=TWO_FIFTHS),
     "ragged_qwen3_next": Spec("coverage_p25_q4_a64", "qwen3_next", torch.bfloat16, changes=TWO_FIFTHS),
     "ragged_granite": Spec("fisher_p50", "granitemoe", changes={"CoverageModifier": {"sparsity": 0.4}}),
+    "ragged_granite_w4a16": Spec("fisher_p25_q4", "granitemoe", changes={"CoverageModifier": {"sparsity": 0.4}}),
     "ragged_gpt_oss": Spec("fisher_p50", "gpt_oss", changes={"CoverageModifier": {"sparsity": 0.4}}),
     "padded_fp32": Spec("coverage_p50", layout="padded"),
     "padded_w4a16": Spec("coverage_p25_q4", layout="padded"),

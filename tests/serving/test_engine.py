@@ -44,8 +44,11 @@ LOST_EXPERTS_4BIT = [
     "ragged_qwen3_next",
 ]
 RAGGED_8BIT = ["ragged_fp8", "ragged_fp8_exact", "ragged_float8_attention"]
-FAMILIES_4BIT = ["ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *LOST_EXPERTS_4BIT]
-# its experts lie in one tensor, which cannot be in 4 bits
+# the last one's published checkpoints hold all experts of a layer in one tensor
+FAMILIES_4BIT = [
+    *("ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *LOST_EXPERTS_4BIT),
+    "ragged_granite_w4a16",
+]
 FAMILIES_16BIT = ["ragged_granite"]
 RAGGED_4BIT = RECIPES_4BIT + FAMILIES_4BIT
 ONE_WIDTH_16BIT = ["padded_fp32", "uniform_fp32"]
