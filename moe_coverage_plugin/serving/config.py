@@ -36,7 +36,7 @@ class CoverageConfig(CompressedTensorsConfig):
     """compressed-tensors, save that our method serves what stock kernels cannot.
 
     That is: experts of unequal width (layout ``ragged``), 4-bit experts where the build has no kernel for them, and
-    4-bit linear layers where the build lacks the operator for the dtype. All else, the layouts ``padded`` and ``uniform`` included,
+    4-bit linear layers where the build has no good kernel. All else, the layouts ``padded`` and ``uniform`` included,
     is left to vLLM.
     """
 
@@ -121,9 +121,8 @@ class CoverageConfig(CompressedTensorsConfig):
             if name in self.schemes:
                 return RaggedExpertsMethod(layer.moe_config, name, self.manifest.widths[name], self.schemes[name])
         method = super().get_quant_method(layer, prefix)
-        # models are built under the dtype of their hidden states
-        if isinstance(method, CompressedTensorsLinearMethod) and compat.lacks_w4a16_linear(torch.get_default_dtype()):
-            return self._without_operator(method, layer.scheme, prefix)
+        if isinstance(method, CompressedTensorsLinearMethod) and compat.lacks_w4a16_linear():
+            return self._without_kernel(method, layer.scheme, prefix)
         return method
 
     def _manifest_name(self, prefix: str) -> str:
@@ -143,7 +142,7 @@ class CoverageConfig(CompressedTensorsConfig):
             )
         return names[0]
 
-    def _without_operator(
+    def _without_kernel(
         self, method: CompressedTensorsLinearMethod, scheme: Any, prefix: str
     ) -> CompressedTensorsLinearMethod | DecompressedLinearMethod:
         if not isinstance(scheme, CompressedTensorsWNA16):

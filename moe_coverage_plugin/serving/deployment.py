@@ -12,7 +12,7 @@ from moe_coverage_plugin.serving.degrees import check_degrees
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import VllmConfig
+    from vllm.config import OffloadConfig, VllmConfig
 
 GATHERING_BACKEND = "allgather_reducescatter"
 """vLLM's default way to exchange tokens of data-parallel ranks, the only one that works without expert parallelism."""
@@ -55,8 +55,51 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     # stock methods for experts make parameters that no checkpoint fills
     compat.require_all_weights(vllm_config)
     refuse_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
+    refuse_unkept(vllm_config, manifest)
     if parallel.data_parallel_size > 1:
         refuse_exchanges(parallel.data_parallel_size, parallel.all2all_backend)
+
+
+def refuse_unkept(vllm_config: VllmConfig, manifest: Manifest) -> None:
+    """Refuse what would be accepted without a word and then not hold, or stop in words about something else.
+
+    Raises:
+        CoverageError: naming the option and what to do without it.
+    """
+    if compat.wants_batch_invariance():
+        raise CoverageError(
+            "VLLM_BATCH_INVARIANT is set, but experts of unequal width are summed in an order that follows the number "
+            "of tokens in a batch: serve without it"
+        )
+    if offloads(vllm_config.offload_config, manifest):
+        raise CoverageError(
+            "weights are to be offloaded (cpu_offload_gb, offload_group_size), but experts of unequal width stay on "
+            "the card: serve without, over more cards by --tensor-parallel-size, or name other parameters in "
+            "cpu_offload_params or offload_params"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and "mtp" in str(speculative.method):
+        raise CoverageError(
+            f"speculative_config has method {speculative.method!r}, but a pruned checkpoint holds no layer that "
+            "predicts several tokens, which the toolkit never loads: serve without, or with method 'ngram'"
+        )
+    if vllm_config.model_config.using_transformers_backend() and manifest.dead_experts:
+        raise CoverageError(
+            "the model runs by transformers (model_impl), whose routers may still choose experts that were removed: "
+            "serve it by vLLM's own class, or prune with min_width in place of removing experts"
+        )
+
+
+def offloads(offload_config: OffloadConfig, manifest: Manifest) -> bool:
+    """Whether an engine is to keep parameters of experts on the host."""
+    uva, prefetch = offload_config.uva, offload_config.prefetch
+    chosen = [uva.cpu_offload_params] if uva.cpu_offload_gb > 0 else []
+    chosen += [prefetch.offload_params] if prefetch.offload_group_size > 0 else []
+    of_experts = {part for name in manifest.widths for part in name.split(".")}
+    return any(
+        not names or any(part in of_experts or part[:2] in ("w1", "w2") for name in names for part in name.split("."))
+        for names in chosen
+    )
 
 
 def refuse_wrong_positions(text_config: PretrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""4-bit linear layers on builds of vLLM that choose a kernel whose operator they lack, or lack for a dtype."""
+"""4-bit linear layers on builds of vLLM that have no good kernel for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from loguru import logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
-from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 
 
@@ -71,6 +70,6 @@ class DecompressedLinearMethod(LinearMethodBase):
 @cache
 def _say_once() -> None:
     logger.warning(
-        f"This build of vLLM lacks the operator {compat.VLLM_CPU_LINEAR_OPERATOR} for {torch.get_default_dtype()}: 4-bit "
-        "linear layers outside the experts are decompressed at load and take four times their stored memory or more"
+        "This build of vLLM has no good kernel for 4-bit linear layers: those outside the experts are decompressed at "
+        "load and take four times their stored memory"
     )

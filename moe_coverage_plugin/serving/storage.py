@@ -216,7 +216,7 @@ class ExpertStorage:
                 f"{len(missing)} of {len(self._expected)} tensors of {self.name} are not in the checkpoint "
                 f"({names}{more}): copy the checkpoint again, or write it again"
             )
-        self._loaded.clear()  # an engine may load its weights anew
+        self._loaded.clear()
 
     def _stored_shape(self, tensor: str, shard_id: str, expert: int) -> tuple[int, ...]:
         width, hidden = self.stored.widths_E[expert], self.stored.hidden

@@ -50,6 +50,10 @@ def has_own_code(path: Path) -> bool:
     return "auto_map" in json.loads((path / "config.json").read_text())
 
 
+def has_latent_attention(path: Path) -> bool:
+    return json.loads((path / "config.json").read_text()).get("kv_lora_rank") is not None
+
+
 def expected_logprobs(path: Path, computed: str | None = None) -> tuple[list[int], Any]:
     """A prompt, and the log-probability of each next token as transformers computed it.
 
@@ -69,6 +73,9 @@ def open_engine(path: Path, **options: Any) -> Any:
 
     _look_up_families_here()
     own = {"trust_remote_code": has_own_code(path), "dtype": checkpoint_dtype(path)}
+    if has_latent_attention(path) and not torch.cuda.is_available() and own["dtype"] == "float32":
+        # vLLM prefers another where a processor has AMX, which takes 16-bit floats only
+        own["attention_backend"] = "CPU_MLA"
     arguments: dict[str, Any] = OPTIONS | own | options
     return LLM(str(path), **arguments)
 

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config.offload import OffloadConfig, UVAOffloadConfig
 
-from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.deployment import offloads
 from tests.serving.engine import OPTIONS, checkpoint_path, open_engine
 
 
@@ -207,6 +209,45 @@ def test_what_a_run_leaves_that_is_killed_while_it_saves() -> None:
 def test_engine_options(edited: Callable[..., Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_engine(edited("ragged_fp32"), **options)
+
+
+@pytest.mark.parametrize("option", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}])
+def test_offloading(option: dict[str, Any]) -> None:
+    """Experts would stay where they are, and be held twice."""
+    path = checkpoint_path("ragged_fp32")
+    with pytest.raises(ValueError, match=r"weights are to be offloaded .* --tensor-parallel-size"):
+        open_engine(path, **option)
+    names = "cpu_offload_params" if "cpu_offload_gb" in option else "offload_params"
+    with pytest.raises(ValueError, match="weights are to be offloaded"):
+        open_engine(path, **option, **{names: {"self_attn", "experts"}})
+
+
+def test_offloading_of_other_parameters() -> None:
+    manifest = Manifest.from_checkpoint(checkpoint_path("ragged_fp32"))
+    assert manifest is not None
+    uva = UVAOffloadConfig(cpu_offload_gb=1, cpu_offload_params={"self_attn"})
+    assert not offloads(OffloadConfig(uva=uva), manifest)
+    assert not offloads(OffloadConfig(), manifest)
+
+
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT is set, .* serve without it"):
+        open_engine(checkpoint_path("ragged_fp32"))
+
+
+def test_layers_that_predict_several_tokens() -> None:
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    with pytest.raises(ValueError, match="has method 'mtp', but a pruned checkpoint holds no layer"):
+        open_engine(checkpoint_path("ragged_glm4"), speculative_config=speculative)
+
+
+def test_models_run_by_transformers() -> None:
+    """Options are looked at there, too, and routers that would choose removed experts are found before they do."""
+    with pytest.raises(ValueError, match="enable_expert_parallel is set"):
+        open_engine(checkpoint_path("ragged_fp32"), model_impl="transformers", enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="routers may still choose experts that were removed"):
+        open_engine(checkpoint_path("ragged_olmoe"), model_impl="transformers")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds for cards get them right")

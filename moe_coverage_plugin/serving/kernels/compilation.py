@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_coverage_plugin.serving.kernels.launch import ragged_experts
+from moe_coverage_plugin.serving.kernels.launch import ragged_experts, shared_memory
 from moe_coverage_plugin.serving.kernels.routing import ONE_KERNEL
-from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, LaunchPlan, all_plans
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 
 _Kind = tuple[object, ...]
@@ -35,7 +35,7 @@ def compile_ahead(
     kind = (weights.table_E4.device, top_k, dtype, activation, weight_on_input, present, numbers)
     if kind in _compiled or weights.width == 0:
         return False
-    for plan, tokens in runs(weights.bits, dtype.itemsize, top_k):
+    for plan, tokens in runs(weights.bits, dtype.itemsize, top_k, shared_memory(weights.table_E4.device)):
         x_TH = torch.zeros(tokens, weights.hidden, dtype=dtype, device=weights.table_E4.device)
         ids_TK = torch.zeros(tokens, top_k, dtype=torch.int32, device=x_TH.device)
         ragged_experts(x_TH, ids_TK.float(), ids_TK, weights, activation, weight_on_input, plan)
@@ -43,9 +43,9 @@ def compile_ahead(
     return True
 
 
-def runs(bits: int, itemsize: int, top_k: int) -> Iterator[tuple[LaunchPlan, int]]:
+def runs(bits: int, itemsize: int, top_k: int, shared: int = LARGE_SHARED) -> Iterator[tuple[LaunchPlan, int]]:
     """Plans, each with numbers of tokens that together need every kernel that it ever does."""
     within = [max(1, limit // top_k) for limit, _ in ONE_KERNEL]
-    for plan in all_plans(bits, itemsize):
+    for plan in all_plans(bits, itemsize, shared):
         # what is decoded needs no tiles of pairs, so no sorting
         yield from ((plan, tokens) for tokens in ([1] if plan.path == "decode" else [*within, within[-1] + 1]))

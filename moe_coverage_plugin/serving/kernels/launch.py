@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -10,7 +12,7 @@ from moe_coverage_plugin.serving.kernels.down import down_decode_kernel, down_ke
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
 from moe_coverage_plugin.serving.kernels.quantization import quantize, quantize_channels
 from moe_coverage_plugin.serving.kernels.routing import Routing, route
-from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, Tiles, choose
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, LaunchPlan, Tiles, choose
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 
 SUM_BLOCK = 1024
@@ -50,7 +52,8 @@ def ragged_experts(
     x_TH, topk_weights_TK, topk_ids_TK = x_TH.contiguous(), topk_weights_TK.contiguous(), topk_ids_TK.contiguous()
     pairs = topk_ids_TK.numel()
     if plan is None:
-        plan = choose(pairs, weights.experts, weights.hidden, weights.w2_weights, weights.bits, x_TH.itemsize)
+        numbers = weights.experts, weights.hidden, weights.w2_weights, weights.bits
+        plan = choose(pairs, *numbers, x_TH.itemsize, shared_memory(x_TH.device))
     # rows begin at multiples of 16 channels, which lets them be read in full words
     h_PN = x_TH.new_empty(pairs, -(-weights.padded_width // 16) * 16)
     y_TH = torch.empty_like(x_TH)
@@ -65,6 +68,14 @@ def ragged_experts(
     layer.down(h_PN, z_PH, routing, plan.block_m, plan.down)
     layer.sum(z_PH, y_TH)
     return y_TH
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a card's shared memory that one program may have; more than any needs where there is no card."""
+    if device.type != "cuda":
+        return LARGE_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class _Layer:

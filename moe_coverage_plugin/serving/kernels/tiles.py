@@ -9,6 +9,10 @@ from typing import Literal
 Path = Literal["decode", "tiled"]
 
 
+LARGE_SHARED = 160 * 1024
+"""Bytes of shared memory, as cards for servers have from compute capability 8.0 on. Others have 99 KiB."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Tile sizes of one projection.
@@ -117,6 +121,9 @@ def _narrower(table: _Table, down: Tiles) -> _Table:
     return tuple((limit, replace(plan, down=down)) for limit, plan in table)
 
 
+# Where the last plan of 16 bits does not fit, the one before takes its pairs.
+_PLAIN_OF_SMALL = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
+
 # By bits of weights: for pairs that are not sorted, for few programs, and for all others.
 _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
     16: (_DECODE_PLAIN, _narrower(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
@@ -125,7 +132,9 @@ _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
 }
 
 
-def choose(pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, itemsize: int = 2) -> LaunchPlan:
+def choose(
+    pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, itemsize: int = 2, shared: int = LARGE_SHARED
+) -> LaunchPlan:
     """The plan for a number of pairs.
 
     Args:
@@ -135,10 +144,11 @@ def choose(pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, it
         w2_weights: weights of all second projections together.
         bits: of weights, see ``KernelWeights``.
         itemsize: bytes of a hidden state.
+        shared: bytes of shared memory that a program may have.
     """
     if _has_no_table(bits, itemsize):
         return _FLOAT32
-    decode, few_programs, tiled = _TABLES[bits]
+    decode, few_programs, tiled = _tables(bits, shared)
     # pairs of one expert would each read its weights anew: few should meet
     if 3 * pairs <= experts and pairs * w2_weights <= experts * _MOST_DECODED[bits] and pairs <= decode[-1][0]:
         return _first(decode, pairs)
@@ -147,11 +157,16 @@ def choose(pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, it
     return _first(tiled, pairs / experts)
 
 
-def all_plans(bits: int, itemsize: int = 2) -> list[LaunchPlan]:
+def all_plans(bits: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> list[LaunchPlan]:
     """Every plan that ``choose`` may give, the smallest first."""
     if _has_no_table(bits, itemsize):
         return [_FLOAT32]
-    return [plan for table in _TABLES[bits] for _, plan in table]
+    return [plan for table in _tables(bits, shared) for _, plan in table]
+
+
+def _tables(bits: int, shared: int) -> tuple[_Table, _Table, _Table]:
+    decode, few_programs, tiled = _TABLES[bits]
+    return decode, few_programs, _PLAIN_OF_SMALL if bits == 16 and shared < LARGE_SHARED else tiled
 
 
 def _first(table: _Table, count: float) -> LaunchPlan:

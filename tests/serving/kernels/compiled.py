@@ -1,11 +1,13 @@
 """Compiles the kernels for a Hopper card, which need not be there, as a program in a process of its own.
 
-python -m tests.serving.kernels.compiled    prints a JSON object: the compiler's last readable form of every kernel
+python -m tests.serving.kernels.compiled    prints a JSON object: the compiler's last readable form of every kernel as
+                                            ``code``, and ``shared``, see ``shared_memory_on_small_cards``
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -14,9 +16,11 @@ from triton.compiler import compile as compile_kernel
 
 from moe_coverage_plugin.serving.kernels.down import down_kernel
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
-from moe_coverage_plugin.serving.kernels.tiles import Tiles, all_plans
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, Tiles, all_plans
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SMALL, SMALL_FLOAT8 = GPUTarget("cuda", 86, 32), GPUTarget("cuda", 89, 32)
+SMALL_SHARED = 99 * 1024
 TOP_K, GROUP_SIZE, UNIT = 4, 128, 32
 TYPES = {
     "token_scale_ptr": "*fp32",
@@ -29,9 +33,15 @@ TYPES = {
 }
 
 
-def ttgir(
-    kernel: Any, bits: int, block_m: int, tiles: Tiles, weight_on_input: bool = False, has_zero: bool = False
-) -> str:
+def compiled(
+    kernel: Any,
+    bits: int,
+    block_m: int,
+    tiles: Tiles,
+    weight_on_input: bool = False,
+    has_zero: bool = False,
+    target: GPUTarget = HOPPER,
+) -> Any:
     """The kernel for bfloat16 hidden states and outputs; products of 8-bit floats have both factors in them."""
     constants = {
         "BITS": bits,
@@ -69,7 +79,35 @@ def ttgir(
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return compile_kernel(source, target=HOPPER, options=options).asm["ttgir"]
+    return compile_kernel(source, target=target, options=options)
+
+
+def tiled(bits: int, shared: int = LARGE_SHARED) -> Iterator[tuple[Any, int, Tiles]]:
+    """Kernels of the table whose products are dot products, with pairs and tiles of each, each once."""
+    found = [
+        (kernel, plan.block_m, tiles)
+        for plan in all_plans(bits, shared=shared)
+        if plan.path == "tiled"
+        for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down))
+    ]
+    yield from dict.fromkeys(found)
+
+
+def shared_memory_on_small_cards() -> int:
+    """The most bytes of shared memory that a kernel needs on a card that has little, of the plans made for it."""
+    needed = []
+    for bits, target in ((16, SMALL), (4, SMALL), (8, SMALL_FLOAT8)):
+        kernels = list(tiled(bits, SMALL_SHARED))
+        # those that may need most, by what their steps hold
+        for kernel, block_m, tiles in sorted(kernels, key=_elements)[-4:]:
+            needed.append(compiled(kernel, bits, block_m, tiles, target=target).metadata.shared)
+    return max(needed)
+
+
+def _elements(each: tuple[Any, int, Tiles]) -> int:
+    kernel, block_m, tiles = each
+    rows = tiles.block_n * (2 if kernel is gate_up_kernel else 1)
+    return (block_m + rows) * tiles.block_k * tiles.stages
 
 
 def main() -> None:
@@ -77,17 +115,16 @@ def main() -> None:
     found = {}
     for bits in (4, 8, 16):
         # of 8 bits, operands of all plans come the same way
-        for plan in all_plans(bits)[-1 if bits == 8 else 0 :]:
-            if plan.path == "tiled":
-                for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down)):
-                    channels = f"{tiles.block_n} by {tiles.block_k} channels"
-                    name = f"{kernel.fn.__name__}, {bits} bits, {plan.block_m} pairs, {channels}"
-                    found[name] = ttgir(kernel, bits, plan.block_m, tiles)
-                    if bits == 4:
-                        found[f"{name}, zero points"] = ttgir(kernel, bits, plan.block_m, tiles, has_zero=True)
+        for kernel, block_m, tiles in list(tiled(bits))[-2 if bits == 8 else 0 :]:
+            channels = f"{tiles.block_n} by {tiles.block_k} channels"
+            name = f"{kernel.fn.__name__}, {bits} bits, {block_m} pairs, {channels}"
+            found[name] = compiled(kernel, bits, block_m, tiles)
+            if bits == 4:
+                found[f"{name}, zero points"] = compiled(kernel, bits, block_m, tiles, has_zero=True)
     widest = all_plans(16)[-1]
-    found["weighted inputs"] = ttgir(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
-    print(json.dumps(found))
+    found["weighted inputs"] = compiled(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
+    code = {name: kernel.asm["ttgir"] for name, kernel in found.items()}
+    print(json.dumps({"code": code, "shared": shared_memory_on_small_cards()}))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.serving.kernels.compiled import SMALL_SHARED
 
 REPOSITORY = Path(__file__).parents[3]
 MULTIPLICATION = re.compile(r"(%\w+) = ttng\.warp_group_dot (%\w+), .*? : (tensor|!ttg\.memdesc)<")
@@ -17,13 +20,24 @@ WAIT = re.compile(r"ttng\.warp_group_dot_wait (%\w+).*pendings = (\d+)")
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, str]:
-    """Compiled kernels by name; a process of its own, since the interpreter has the kernels of this one."""
+def answer() -> dict[str, Any]:
+    """What is compiled, by a process of its own, since the interpreter has the kernels of this one."""
     command = [sys.executable, "-m", "tests.serving.kernels.compiled"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def kernels(answer: dict[str, Any]) -> dict[str, str]:
+    """Compiled kernels by name."""
+    return answer["code"]
+
+
+def test_cards_of_little_shared_memory(answer: dict[str, Any]) -> None:
+    """Such as those for workstations (compute capability 8.6, 8.9): a kernel that needs more does not start."""
+    assert 64 * 1024 < answer["shared"] <= SMALL_SHARED
 
 
 def test_no_operand_in_registers_is_overwritten_while_it_is_read(kernels: dict[str, str]) -> None:
