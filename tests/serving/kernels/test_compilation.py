@@ -8,7 +8,7 @@ from moe_coverage_plugin.serving.kernels import compilation
 from moe_coverage_plugin.serving.kernels.compilation import compile_ahead, runs
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.routing import count_block
-from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, choose
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, LaunchPlan, choose
 from tests.serving.kernels.random_layers import TOP_K, RandomLayer
 
 
@@ -24,17 +24,19 @@ def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
     hidden=st.sampled_from([512, 2048, 7168]),
     width=st.integers(0, 16_384),
     bits=st.sampled_from([4, 8, 16]),
+    shared=st.sampled_from([99 * 1024, LARGE_SHARED]),
 )
-@example(128, 8, 128, 2048, 640, 16)
-@example(129, 8, 128, 2048, 640, 4)
-@example(2, 2, 8, 4096, 11_904, 4)
+@example(128, 8, 128, 2048, 640, 16, LARGE_SHARED)
+@example(129, 8, 128, 2048, 640, 4, LARGE_SHARED)
+@example(2, 2, 8, 4096, 11_904, 4, LARGE_SHARED)
+@example(8192, 8, 128, 2048, 640, 16, 99 * 1024)
 def test_no_number_of_tokens_needs_other_kernels(
-    tokens: int, top_k: int, experts: int, hidden: int, width: int, bits: int
+    tokens: int, top_k: int, experts: int, hidden: int, width: int, bits: int, shared: int
 ) -> None:
     """Case 27: nothing is left to be compiled, and so to fail, at the first request."""
-    ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k)}
+    ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k, shared)}
     pairs = tokens * top_k
-    assert kernels(choose(pairs, experts, hidden, experts * hidden * width, bits), pairs) in ahead
+    assert kernels(choose(pairs, experts, hidden, experts * hidden * width, bits, 2, shared), pairs) in ahead
 
 
 @pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
