@@ -13,6 +13,7 @@ import yaml
 from datasets import Dataset, load_from_disk
 from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.utils.dev import load_context
 from loguru import logger
@@ -20,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
+from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.recipe_files import recipe_path
 from moe_coverage_plugin.recovery.text import IDS, pack
-from moe_coverage_plugin.surgery.checkpoint import check_output
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord, check_output
 from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
 from moe_coverage_plugin.surgery.loading import load
 
@@ -42,20 +44,33 @@ def run(arguments: Namespace) -> None:
     output = Path(arguments.output)
     check_output(output)
     recipe = arguments.recipe if Path(arguments.recipe).is_file() else recipe_path(arguments.recipe)
-    all_experts = _calibrates_others(recipe)
+    modifiers = _modifiers(recipe)
+    ours = any(map(is_ours, modifiers))
     recipe_args = dict(map(_assignment, arguments.recipe_args))
+    if recipe_args and not ours:
+        raise CoverageError(
+            f"--recipe-args {', '.join(recipe_args)} override nothing in {recipe}, which has no modifier of this "
+            "package: edit the recipe"
+        )
     set_seed(arguments.seed)
     data = _data(arguments)
     options: dict[str, Any] = {"recipe_args": recipe_args} if recipe_args else {}
+    model = _open(arguments.model, arguments.device_map)
+    if isinstance(record := getattr(model.save_pretrained, "_record", None), PruningRecord) and not ours:
+        # no width changes, and none of our modifiers does it
+        check_quantizers(model, [], modifiers, record.block_size, record.layout)
     oneshot(
-        model=_open(arguments.model, arguments.device_map),
+        model=model,
         dataset=data,
         num_calibration_samples=len(data),
         max_seq_length=arguments.sequence_length or _longest(data),
         batch_size=arguments.batch_size,
         # windows are spread evenly over the text already, and one order gives one result
         shuffle_calibration_samples=False,
-        moe_calibrate_all_experts=all_experts,
+        # quantizers need every expert to see every token; our own scores count routed tokens only
+        moe_calibrate_all_experts=any(
+            modifier.requires_calibration_data for modifier in modifiers if not is_ours(modifier)
+        ),
         recipe=recipe,
         output_dir=str(output),
         **options,
@@ -63,17 +78,17 @@ def run(arguments: Namespace) -> None:
     print(f"Wrote {output}\n  moe-coverage inspect {output}    # what is in it\n  vllm serve {output}")
 
 
-def _calibrates_others(recipe: str) -> bool:
-    """Whether quantizers need every expert to see every token; our own scores count routed tokens only.
+def _modifiers(recipe: str) -> list[Modifier]:
+    """What a recipe names, apart from the run that it is for.
 
     Raises:
-        CoverageError: the toolkit cannot read the recipe.
+        CoverageError: the toolkit cannot read the recipe, or there is nothing in it.
     """
     with _told(f"recipe {recipe} cannot be read"):
         modifiers = Recipe.create_instance(recipe).modifiers
     if not modifiers:
         raise CoverageError(f"recipe {recipe} names no modifiers: start from one that comes with the package")
-    return any(modifier.requires_calibration_data for modifier in modifiers if not is_ours(modifier))
+    return modifiers
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -102,7 +117,7 @@ def _data(arguments: Namespace) -> Dataset:
         if not isinstance(saved, Dataset):
             raise CoverageError(f"{first} holds several splits: name one of them, {first / str(next(iter(saved)))}")
         if IDS in saved.column_names:
-            return _spread(saved, arguments.samples)
+            return saved.select(_spread(len(saved), arguments.samples))
         text = saved
     for path in text if isinstance(text, list) else ():
         if not path.is_file():
@@ -111,7 +126,8 @@ def _data(arguments: Namespace) -> Dataset:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     length = arguments.sequence_length or _default_length(arguments.model)
     ids_WS = pack(text, tokenizer, arguments.text_field, length).ids_WS
-    return _spread(Dataset.from_dict({IDS: ids_WS.tolist()}), arguments.samples)
+    # rows first: as Python integers, text takes many times its bytes
+    return Dataset.from_dict({IDS: ids_WS[_spread(len(ids_WS), arguments.samples)].tolist()})
 
 
 def _default_length(model: str) -> int:
@@ -120,11 +136,10 @@ def _default_length(model: str) -> int:
     return min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
 
 
-def _spread(data: Dataset, samples: int) -> Dataset:
-    if len(data) < samples:
-        logger.warning(f"{samples} calibration samples were asked for, the data holds {len(data)}: all are taken")
-    rows = torch.linspace(0, len(data) - 1, min(samples, len(data))).long()
-    return data.select(rows.tolist())
+def _spread(windows: int, samples: int) -> list[int]:
+    if windows < samples:
+        logger.warning(f"{samples} calibration samples were asked for, the data holds {windows}: all are taken")
+    return torch.linspace(0, windows - 1, min(samples, windows)).long().tolist()
 
 
 def _longest(data: Dataset) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +38,8 @@ def evaluate(
         include: directories of further task files for lm-eval.
 
     Raises:
-        CoverageError: something is not installed, a task is not known or cannot be built, or the file holds results of
-            another checkpoint or other settings; all of it before a model is opened.
+        CoverageError: something is not installed, a task is not known or cannot be built, the file cannot be written,
+            or holds results of another checkpoint or other settings; all of it before a model is opened.
     """
     options = options or EvaluationOptions()
     output = Path(output)
@@ -55,6 +57,7 @@ def evaluate(
     left = [(unit, own) for unit, own in units if not results.is_done(unit.name, own)]
     if not left:
         return results
+    _check_place(output)
     model = backends.open_backend(directory, dtype, options)
     rest: dict[str, Any] = {"versions": backends.versions(options.backend), "model_args": dict(options.model_args)}
     for unit, own in left:
@@ -89,6 +92,18 @@ def _begun(output: Path, fresh: Results) -> Results:
             "choose another file"
         )
     return results
+
+
+def _check_place(output: Path) -> None:
+    """Refuse a file that could not be written after hours; its directory need not be there yet."""
+    place = next(each for each in output.absolute().parents if os.path.lexists(each))
+    try:
+        # tried, since permissions do not tell all; it never has a name
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise CoverageError(
+            f"{output} cannot be created: {place} is not writable ({error.strerror}), choose another place"
+        ) from error
 
 
 def _run(unit: Unit, model: Any, manager: Any, options: EvaluationOptions) -> Any:

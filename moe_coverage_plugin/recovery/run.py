@@ -28,13 +28,13 @@ from moe_coverage_plugin.recovery.curve import CURVE_NAME, Point, draw_points, w
 from moe_coverage_plugin.recovery.experts import grouped_experts
 from moe_coverage_plugin.recovery.options import RecoveryOptions
 from moe_coverage_plugin.recovery.ranks import Ranks, joined_ranks
-from moe_coverage_plugin.recovery.state import WorkFolder
+from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.text import Text, Windows, check_files, pack, split
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
-from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
+from moe_coverage_plugin.surgery.checkpoint import check_output, check_place, record_of
 from moe_coverage_plugin.surgery.loading import load
 from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
-from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization
+from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization, keep_readable
 from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 # matches the beginning of a module's name, if that is no projection of an expert
@@ -105,20 +105,24 @@ def finetune(
 
     Raises:
         CoverageError: peft is missing, no pruned checkpoint, too little text, an output that is taken, options that
-            fit neither the model nor the interrupted run.
+            fit neither the model nor the interrupted run, places where nothing can be written or too little.
     """
     require_peft()
     options = options or RecoveryOptions()
     checkpoint, output = Path(checkpoint), Path(output)
     work = Path(work) if work is not None else output.with_name(f"{output.name}.work")
     check_output(output)
+    check_place(work / STATE_NAME)
     _check(checkpoint, options, text, evaluation, teacher)
     source = _read(checkpoint, options, text, evaluation, field, tokenizer)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), joined_ranks() as ranks:
         dtype = options.dtype and getattr(torch, options.dtype)
         model = load(checkpoint, dtype, trust_remote_code, _nf4(checkpoint, options) if options.nf4 else None)
+        if options.nf4:
+            keep_readable(model)
         _check_model(model, options)
+        check_output(output, _dense_bytes(model))
         folder = WorkFolder(work, _identity(source, model, options, teacher, ranks))
         folder.check()
         model.to(ranks.device)  # pyright: ignore[reportArgumentType] - a wrapped method
@@ -226,6 +230,15 @@ def _check_model(model: PreTrainedModel, options: RecoveryOptions) -> None:
             f"{type(model).__name__} cannot compute activations a second time: leave out checkpointing, and give a "
             "smaller batch_size if memory is short"
         )
+
+
+def _dense_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all parameters in the result, whose weights are not held in 4 bits."""
+    total = 0
+    for parameter in model.parameters():
+        packed = getattr(parameter, "quant_state", None)
+        total += parameter.nbytes if packed is None else packed.shape.numel() * packed.dtype.itemsize
+    return total
 
 
 def _identity(

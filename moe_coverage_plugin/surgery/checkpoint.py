@@ -157,12 +157,13 @@ def check_schemes(model: PreTrainedModel, layout: Layout) -> None:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A directory to fill in; renamed to ``target`` when the block ends, deleted when it fails.
+    """A directory to fill in; renamed to ``target``, links followed, when the block ends, deleted when it fails.
 
     What a process that was killed leaves of it has no ``config.json`` unless the block had written one in the place of
     the one that it finds, :func:`write_entry` does. Engines would take it for a checkpoint, and fill in what is not
     there yet at random.
     """
+    target = _followed(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
@@ -189,24 +190,51 @@ def _link_config(directory: Path, handle: int) -> None:
             (directory / "config.json").symlink_to(opened)
 
 
+def _followed(target: Path) -> Path:
+    # a directory is renamed over another one, not over a link to it
+    return Path(os.path.realpath(target))
+
+
 def check_output(target: Path, needed_bytes: int = 0) -> None:
     """Refuse an output directory that cannot take a checkpoint, and remove what runs that died left beside it.
 
     Raises:
-        CoverageError: it is not empty, its parent is not writable, or the disk has less than ``needed_bytes`` free.
+        CoverageError: it is not empty, cannot be created or replaced, or the disk has less than ``needed_bytes`` free.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = _followed(target)
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise CoverageError(f"output {target} exists and is not empty: choose another directory, or empty this one")
+    if target.is_dir() and (os.path.ismount(target) or target.samefile(".")):
+        kind = "a mount point" if os.path.ismount(target) else "the current directory"
+        raise CoverageError(
+            f"output {target} is {kind}, which a checkpoint that is complete cannot replace: name a new directory in "
+            f"it, {target / 'checkpoint'}"
+        )
     for leftover in remove_leftovers(target):
         logger.info(f"Removed {leftover}, which a run that died has left")
-    parent = next(path for path in (target, *target.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CoverageError(f"output {target} cannot be created: {parent} is not writable, choose another directory")
-    if (free := shutil.disk_usage(parent).free) < needed_bytes:
+    free = shutil.disk_usage(check_place(target)).free
+    if free < needed_bytes:
         raise CoverageError(
             f"output {target} needs about {needed_bytes / 2**30:.1f} GiB, its disk has {free / 2**30:.1f} GiB free: "
             "make room"
         )
+
+
+def check_place(path: Path) -> Path:
+    """The directory that a path lies in, or of those above it the nearest that there is.
+
+    Raises:
+        CoverageError: nothing can be created in it.
+    """
+    place = next(each for each in path.absolute().parents if os.path.lexists(each))
+    try:
+        # tried, since permissions do not tell all; it never has a name
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise CoverageError(
+            f"{path} cannot be created: {place} is not writable ({error.strerror}), choose another place"
+        ) from error
+    return place
 
 
 def write_entry(

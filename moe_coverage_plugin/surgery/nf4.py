@@ -94,10 +94,23 @@ def quantize_linears(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
     opened.hf_quantizer = quantizer
 
 
+def keep_readable(model: PreTrainedModel) -> None:
+    """Keep layers of 4 bits as ``dense_weight`` reads them.
+
+    On CPUs that multiply bfloat16 the first forward pass would pack them anew, for bfloat16 whatever they were.
+    """
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def dense_weight(linear: Any) -> Tensor:
     """What a linear layer multiplies by: its own weight, or that of 4 bits in the dtype that it had before."""
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight
+    assert not getattr(linear.weight.quant_state, "packing_format_for_cpu", False), "packed for products by a CPU"
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state)

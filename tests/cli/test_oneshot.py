@@ -76,6 +76,11 @@ def windows(text: str, samples: int) -> Dataset:
     return Dataset.from_dict({"input_ids": rows.tolist()})
 
 
+def quantizers(name: str, **options: Any) -> str:
+    """A recipe of one quantizer alone."""
+    return json.dumps({"q_stage": {"q_modifiers": {name: options}}})
+
+
 def in_python(model: Path, recipe: Path, data: Dataset, output: Path, **options: Any) -> None:
     oneshot(
         model=str(model),
@@ -139,8 +144,7 @@ def test_recipes_by_name_and_their_arguments(script: Any, command: Any, tmp_path
 
 
 def test_a_pruned_checkpoint_is_quantized(script: Any, command: Any, pruned: Path, tmp_path: Path) -> None:
-    groups = harness.W4_GROUP_64
-    (tmp_path / "q4.yaml").write_text(json.dumps({"q_stage": {"q_modifiers": {"QuantizationModifier": groups}}}))
+    (tmp_path / "q4.yaml").write_text(quantizers("QuantizationModifier", **harness.W4_GROUP_64))
     data = windows(TEXT, 4)
     data.save_to_disk(tmp_path / "saved")
     add_tokenizer(pruned)
@@ -151,6 +155,44 @@ def test_a_pruned_checkpoint_is_quantized(script: Any, command: Any, pruned: Pat
     assert after is not None
     assert after.widths == before.widths
     assert any(name.endswith("weight_packed") for name in load_file(tmp_path / "out" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scheme": "W8A8"}, "GPTQModifier would give experts quantized activations"),
+        ({"scheme": "W4A16", "targets": ["re:.*up_proj$"]}, "GPTQModifier quantizes 7 of 21 expert projections"),
+        ({"scheme": "W4A16"}, "GPTQModifier has group_size 128, which does not divide the 192 input channels"),
+    ],
+)
+def test_a_pruned_checkpoint_is_quantized_as_engines_take_it(
+    script: Any, command: Any, pruned: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    """Or refused before hours of calibration."""
+    recipe = tmp_path / "gptq.yaml"
+    recipe.write_text(quantizers("GPTQModifier", **{"targets": ["Linear"], "ignore": ["lm_head"]} | options))
+    add_tokenizer(pruned)
+    done = script(*command(pruned, recipe=recipe))
+    assert done.status == 2
+    assert words in done.err.splitlines()[-1]
+    assert "alibrating" not in done.err, "calibration had begun"
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_more_windows_than_are_taken_become_lists(
+    script: Any, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python integers, text takes over ten times its bytes."""
+    built: list[int] = []
+    real = Dataset.from_dict
+
+    def count(mapping: Any, *more: Any, **options: Any) -> Dataset:
+        built.append(len(mapping["input_ids"]))
+        return real(mapping, *more, **options)
+
+    monkeypatch.setattr(Dataset, "from_dict", count)
+    assert script(*command(samples=3)).status == 0
+    assert built[0] == 3
 
 
 def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
@@ -170,6 +212,7 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
         ({"recipe-args": ["sparsity"]}, "--recipe-args has 'sparsity', name=value is right"),
         ({"recipe-args": ["sparsity=["]}, "is no YAML"),
         ({"recipe-args": ["spasity=0.5"]}, "recipe_args spasity override nothing"),
+        ({"recipe": "Q4", "recipe-args": ["scheme=W8A16"]}, "--recipe-args scheme override nothing in Q4"),
         ({"recipe-args": ["sparsity=1.5"]}, "sparsity is 1.5"),
         ({"recipe-args": ["sparsity=many"]}, "recipe_args give CoverageModifier sparsity='many'"),
         ({"data": "absent.txt"}, "--data absent.txt is not there"),
@@ -192,6 +235,7 @@ def test_mistakes_are_one_line_before_calibration(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name, content in {"BAD": "a: [", "EMPTY": "a_stage: {}", "SHORT": "w2 w3 w4", "LINES": "no JSON"}.items():
         Path(name).write_text(content)
+    Path("Q4").write_text(quantizers("QuantizationModifier", **harness.W4_GROUP_64))
     Path("LINES").rename("LINES.jsonl")
     Path("DIRECTORY").mkdir()
     DatasetDict({"train": windows(TEXT, 1)}).save_to_disk("SPLITS")

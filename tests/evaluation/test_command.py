@@ -147,6 +147,15 @@ def test_checkpoints(pruned, refused, lines, tmp_path):
     assert f"{copy} holds no tokenizer" in refused(copy, *files)
 
 
+def test_a_file_that_cannot_be_written(pruned, refused, lines, tmp_path):
+    """Told before the work, also to root, who may write where nothing can be."""
+    quiz = lines("quiz", QUIZ)
+    for place, where in ((Path("/proc/deep/out.json"), "/proc"), (quiz / "deep" / "out.json", quiz)):
+        told = refused(pruned, "--multiple-choice", quiz, "--output", place)
+        assert f"{place} cannot be created: {where} is not writable" in told
+    assert "cannot be read" in refused(pruned, "--multiple-choice", quiz, "--output", tmp_path)
+
+
 def test_a_missing_lm_eval_is_told(pruned, refused, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, finetune, load
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
-from moe_coverage_plugin.recovery import RecoveryOptions
+from moe_coverage_plugin.recovery import RecoveryOptions, run
 from moe_coverage_plugin.recovery.curve import CURVE_NAME, PICTURE_NAME
 from moe_coverage_plugin.recovery.ranks import Ranks
 from moe_coverage_plugin.recovery.text import pack
@@ -240,6 +240,34 @@ def test_an_output_that_exists(pruned, text, fast, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     assert "exists and is not empty" in refuse(tmp_path, pruned, text, fast)
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    monkeypatch.setattr(run, "_train", lambda *_: pytest.fail("the training had begun"))
+
+
+def test_work_and_output_that_cannot_be_written(pruned, text, fast, tmp_path, monkeypatch, no_training):
+    """Also by root, who may write where nothing can be."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "load", lambda *_: pytest.fail("the model was opened"))
+    for place in (Path("/proc/out"), tmp_path / "file" / "deep"):
+        assert "cannot be created" in refuse(tmp_path, pruned, text, fast, output=place)
+        assert "cannot be created" in refuse(tmp_path, pruned, text, fast, work=place)
+    assert "cannot be created" in refuse(tmp_path, pruned, text, fast, work=tmp_path / "file")
+
+
+@pytest.mark.parametrize("held", [{}, {"nf4": True}, {"dtype": "bfloat16"}], ids=["whole", "nf4", "halved"])
+def test_too_little_disk_for_the_result(pruned, text, fast, tmp_path, monkeypatch, no_training, held):
+    """It takes what the checkpoint that is read takes, in whatever form the weights are held meanwhile."""
+    stored = sum(tensor.nbytes for tensor in tensors(pruned).values()) // (2 if "dtype" in held else 1)
+    options = fast.model_copy(update=held)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(0.99 * stored)))
+    assert "GiB free: make room" in refuse(tmp_path, pruned, text, options)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=stored))
+    with pytest.raises(pytest.fail.Exception, match="had begun"):
+        finetune(pruned, text, tmp_path / "out", options)
 
 
 def test_teachers(pruned, original, text, fast, tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -227,6 +229,101 @@ def test_refused_before_calibration(qwen, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CoverageError, match="cannot be created"):
         prune(qwen, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
+def test_a_link_is_followed(qwen, tmp_path, there):
+    """To an empty directory, perhaps on another disk, which the checkpoint then replaces; or to one that may come."""
+    (tmp_path / "link").symlink_to(Path("disk") / "out")
+    if there:
+        (tmp_path / "disk" / "out").mkdir(parents=True)
+    prune(qwen, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+    assert load(tmp_path / "link")
+
+
+def test_links_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    for target in ("one", "one/out"):
+        with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
+            check_output(tmp_path / target)
+
+
+@pytest.mark.parametrize("spelt", [".", "{}", "../{name}"])
+def test_the_current_directory_is_refused(pruned, tmp_path, monkeypatch, spelt):
+    """The checkpoint would take its name, and whoever is in it would stay in one that is gone."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    target = Path(spelt.format(tmp_path / "here", name="here"))
+    for refuse in (check_output, pruned.save_pretrained):
+        with pytest.raises(CoverageError, match=r"here is the current directory, .*: name a new directory in it"):
+            refuse(target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+    check_output(target / "new")
+
+
+MOUNTED = """
+import sys
+from pathlib import Path
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.surgery.checkpoint import check_output
+try:
+    check_output(Path(sys.argv[1]))
+except CoverageError as error:
+    print(error)
+check_output(Path(sys.argv[1]) / "new", needed_bytes=2**20)
+try:
+    check_output(Path(sys.argv[1]) / "new", needed_bytes=2**23)
+except CoverageError as error:
+    print(error)
+"""
+
+
+def test_a_mount_point_is_refused(tmp_path):
+    """Volumes of containers are mounted empty; a directory in one is measured on its disk."""
+    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    mount = 'mount -t tmpfs -o size=4m none "$0"'
+    target = tmp_path / "out"
+    target.mkdir()
+    if shutil.which("unshare") is None or subprocess.run([*shell, mount, str(target)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    run = [*shell, f'{mount}; exec "$@"', str(target), sys.executable, "-c", MOUNTED, str(target)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    # toolkits print when they are imported
+    *_, whole, too_large = done.stdout.splitlines()
+    assert "out is a mount point" in whole
+    assert "name a new directory in it" in whole
+    assert "needs about 0.0 GiB" in too_large
+
+
+@pytest.fixture
+def closed():
+    """A directory in which its user may create nothing, with an empty one in it in which he may."""
+    with tempfile.TemporaryDirectory() as directory:
+        closed = Path(directory) / "closed"
+        (closed / "out").mkdir(parents=True)
+        (closed / "out").chmod(0o777)
+        closed.chmod(0o555)
+        Path(directory).chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield closed
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o755)
+
+
+def test_a_place_where_nothing_can_be_created_is_refused(closed):
+    for target in (closed / "out", closed / "new", closed / "new" / "deep", Path("/proc/out")):
+        with pytest.raises(CoverageError, match=r"cannot be created: (\S*/closed|/proc) is not writable"):
+            check_output(target)
+    check_output(closed / "out" / "new")
+    assert not any((closed / "out").iterdir()), "a check leaves nothing"
 
 
 def test_too_little_disk_is_refused(tmp_path):

@@ -156,6 +156,16 @@ def test_cpus_that_multiply_bfloat16_meet_no_width_they_stop_at(exact_widths, mo
             _convert_weight_packed_for_cpu(packed.weight.data, copy.deepcopy(packed.weight.quant_state))
 
 
+def test_what_is_read_as_a_whole_is_not_packed_anew(aligned_widths, monkeypatch):
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    model = load(aligned_widths, quantization_config=config())
+    expected = {name: nf4.dense_weight(linear) for name, linear in four_bit(model).items()}
+    nf4.keep_readable(model)
+    logits(model)
+    for name, linear in four_bit(model).items():
+        assert torch.equal(nf4.dense_weight(linear), expected[name])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("widths", ["aligned_widths", "exact_widths"])
 def test_on_a_card(request, widths):
@@ -207,7 +217,7 @@ def test_it_is_not_saved_nor_compressed_again(dense, tmp_path):
     model = load(tmp_path / "uniform", quantization_config=config())
     with pytest.raises(CoverageError, match=r"not saved.*keep .*uniform.*W4A16"):
         model.save_pretrained(tmp_path / "again")
-    with pytest.raises(CoverageError, match="quantized already"):
+    with pytest.raises(CoverageError, match="pruned already"):
         prune(model, tmp_path / "pruned")
     # the toolkit's own words
     with pytest.raises(Exception, match=r"."):
