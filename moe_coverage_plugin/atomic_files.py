@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,23 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def check_place(path: Path) -> Path:
+    """The directory that a path lies in, or of those above it the nearest that there is.
+
+    Raises:
+        CoverageError: nothing can be created in it.
+    """
+    place = next(each for each in path.absolute().parents if os.path.lexists(each))
+    try:
+        # tried, since permissions do not tell all; it never has a name
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise CoverageError(
+            f"{path} cannot be created: {place} is not writable ({error.strerror}), choose another place"
+        ) from error
+    return place
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_coverage_plugin.atomic_files import check_place
 from moe_coverage_plugin.evaluation import backends
 from moe_coverage_plugin.evaluation.local_tasks import LocalTask
 from moe_coverage_plugin.evaluation.options import EvaluationOptions
@@ -57,7 +56,7 @@ def evaluate(
     left = [(unit, own) for unit, own in units if not results.is_done(unit.name, own)]
     if not left:
         return results
-    _check_place(output)
+    check_place(output)
     model = backends.open_backend(directory, dtype, options)
     rest: dict[str, Any] = {"versions": backends.versions(options.backend), "model_args": dict(options.model_args)}
     for unit, own in left:
@@ -92,18 +91,6 @@ def _begun(output: Path, fresh: Results) -> Results:
             "choose another file"
         )
     return results
-
-
-def _check_place(output: Path) -> None:
-    """Refuse a file that could not be written after hours; its directory need not be there yet."""
-    place = next(each for each in output.absolute().parents if os.path.lexists(each))
-    try:
-        # tried, since permissions do not tell all; it never has a name
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise CoverageError(
-            f"{output} cannot be created: {place} is not writable ({error.strerror}), choose another place"
-        ) from error
 
 
 def _run(unit: Unit, model: Any, manager: Any, options: EvaluationOptions) -> Any:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from moe_coverage_plugin.atomic_files import check_place
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
 from moe_coverage_plugin.calibration.provenance import environment, routers_hash
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest, read_json
@@ -31,7 +32,7 @@ from moe_coverage_plugin.recovery.ranks import Ranks, joined_ranks
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.text import Text, Windows, check_files, pack, split
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
-from moe_coverage_plugin.surgery.checkpoint import check_output, check_place, record_of
+from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
 from moe_coverage_plugin.surgery.loading import load
 from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
 from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization, keep_readable

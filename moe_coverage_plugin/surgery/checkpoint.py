@@ -23,7 +23,7 @@ from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.atomic_files import in_use, remove_leftovers, write_atomically
+from moe_coverage_plugin.atomic_files import check_place, in_use, remove_leftovers, write_atomically
 from moe_coverage_plugin.calibration.expert_blocks import (
     WIDTH_KEYS,
     block_linears,
@@ -218,23 +218,6 @@ def check_output(target: Path, needed_bytes: int = 0) -> None:
             f"output {target} needs about {needed_bytes / 2**30:.1f} GiB, its disk has {free / 2**30:.1f} GiB free: "
             "make room"
         )
-
-
-def check_place(path: Path) -> Path:
-    """The directory that a path lies in, or of those above it the nearest that there is.
-
-    Raises:
-        CoverageError: nothing can be created in it.
-    """
-    place = next(each for each in path.absolute().parents if os.path.lexists(each))
-    try:
-        # tried, since permissions do not tell all; it never has a name
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise CoverageError(
-            f"{path} cannot be created: {place} is not writable ({error.strerror}), choose another place"
-        ) from error
-    return place
 
 
 def write_entry(
