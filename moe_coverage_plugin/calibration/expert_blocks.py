@@ -169,6 +169,13 @@ def routing_groups(block: ExpertBlock) -> tuple[int, int]:
     return groups, getattr(block.router, "topk_group", None) or 1
 
 
+def experts_needed(block: ExpertBlock) -> tuple[int, int]:
+    """Groups that a router sorts its experts into, 1 where it does not, and how many live ones each must have."""
+    groups, picked_groups = routing_groups(block)
+    # a group is scored by its best two experts, so one alone would never be reached
+    return groups, max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
+
+
 def chooses_by_token_table(block: ExpertBlock) -> bool:
     """Whether a table of token ids chooses the experts (hash routing), whatever the router's logits are."""
     return hasattr(block.router, "tid2eid")

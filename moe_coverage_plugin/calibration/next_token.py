@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.manifest import CoverageError
 
 IGNORED = -100
@@ -41,14 +42,35 @@ def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[st
 def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """``[B, S]`` int64: the token after each position, ``-100`` where it does not count.
 
-    Not counted are padding, the position after the last, and, where the batch has ``labels``, tokens whose label is
-    ``-100`` (a prompt, for instance).
+    Not counted are padding, what padding on the left would predict, the position after the last, and, where the batch
+    has ``labels``, tokens whose label is ``-100`` (a prompt, for instance).
     """
     labels = batch.get("labels")
-    target_BS = (batch["input_ids"] if labels is None else labels).clone().long()
+    target_BS = (batch["input_ids"] if labels is None else labels).long()
+    next_BS = torch.nn.functional.pad(target_BS[:, 1:], (0, 1), value=IGNORED)
     if (mask_BS := batch.get("attention_mask")) is not None:
-        target_BS.masked_fill_(~mask_BS.bool().to(target_BS.device), IGNORED)
-    return torch.nn.functional.pad(target_BS[:, 1:], (0, 1), value=IGNORED)
+        real_BS = mask_BS.bool().to(next_BS.device)
+        next_BS[:, :-1].masked_fill_(~(real_BS[:, :-1] & real_BS[:, 1:]), IGNORED)
+    return next_BS
+
+
+def check_predicted(batches: Iterable[Mapping[str, Tensor]], which: str, measured: str) -> None:
+    """Refuse batches whose loss would be that of no token, on whatever rank.
+
+    Args:
+        which: what the batches are, for the message.
+        measured: options that ask for what the loss is needed for, for the message.
+
+    Raises:
+        CoverageError: as said, on all ranks alike.
+    """
+    predicted = sum(int((next_tokens(batch) != IGNORED).sum()) for batch in batches)
+    if not any(gather_over_ranks(predicted)):
+        raise CoverageError(
+            f"{which} have no token for the model to predict, so {measured} would measure nothing: pass samples of at "
+            "least two tokens that are no padding, of which not all labels are -100, or choose what needs no loss "
+            "(channel_metric='activation', expert_importance='first_order', layer_noise=None)"
+        )
 
 
 def next_token_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:

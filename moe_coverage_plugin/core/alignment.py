@@ -91,30 +91,37 @@ def _remainders(before_LE: Tensor, floor_LE: Tensor, scores_LEI: Tensor, rule: R
 
 
 def align_blocks(
-    widths_LE: Tensor, scores_LEI: Tensor, block_size: int, top_k_L: Sequence[int], across_layers: bool
+    widths_LE: Tensor,
+    scores_LEI: Tensor,
+    block_size: int,
+    live_L: Sequence[int],
+    across_layers: bool,
+    groups_L: Sequence[int] | None = None,
 ) -> Alignment:
     """The aligned widths that keep the largest score, with as many channels as ``widths_LE`` has, in whole blocks.
 
     Maximises ``sum_le S_le(N_le)`` over ``N_le in {0, a, 2a, ..., I}`` subject to ``sum N_le <= sum widths_LE``, in
-    each layer or over all of them, and to at least ``top_k`` experts with ``N_le > 0`` in every layer.
+    each layer or over all of them, and to at least ``live`` experts with ``N_le > 0`` in every layer, or in each group
+    of its router.
 
     Block ``j`` of an expert holds its channels number ``j a + 1 .. (j + 1) a`` in the order of their scores, so the
     scores ``S((j + 1) a) - S(j a)`` of an expert's blocks do not increase with ``j``, and the best blocks overall
     always form a prefix of every expert: taking them one by one is optimal. The experts that a router needs enter
-    first, with their best block: an optimum that leaves one of the ``top_k`` best first blocks of a layer out would
-    not lose by exchanging a last block of that layer for it. Equal scores are served in the order of the block, then
+    first, with their best block: an optimum that leaves one of the ``live`` best first blocks of a group out would not
+    lose by exchanging a last block of that group for it. Equal scores are served in the order of the block, then
     of the expert.
 
     Args:
         widths_LE: integer; only their sums are read, over each layer or over all.
         scores_LEI: channel scores, finite and not negative.
         block_size: ``a``, a divisor of ``I``.
-        top_k_L: experts that the router of each layer picks.
+        live_L: experts that each group of a layer's router needs: as many as it picks, where there is one group.
         across_layers: blocks of different layers compete; needs scores on one scale.
+        groups_L: equal parts that the router of each layer sorts its experts into; ``None``: it does not.
 
     Raises:
         CoverageError: a block size that does not divide ``I``, NaN, infinite or negative scores, or a budget below
-            ``top_k`` blocks in a layer.
+            the blocks that the routers need.
     """
     layers, experts, channels = scores_LEI.shape
     check_alignment(block_size, 0, channels)
@@ -126,9 +133,9 @@ def align_blocks(
     blocks_LEB = sort_descending(scores_LEI).unflatten(-1, (-1, block_size)).sum(-1)
     first_LE = blocks_LEB[..., 0]
     reserved_LE = torch.zeros_like(first_LE, dtype=torch.bool)
-    for layer, top_k in enumerate(top_k_L):
-        best_E = torch.sort(first_LE[layer], descending=True, stable=True).indices
-        reserved_LE[layer, best_E[:top_k]] = True
+    for layer, (live, groups) in enumerate(zip(live_L, groups_L or [1] * layers, strict=True)):
+        best_GE = torch.sort(first_LE[layer].unflatten(0, (groups, -1)), descending=True, stable=True).indices
+        reserved_LE[layer].unflatten(0, (groups, -1)).scatter_(1, best_GE[:, :live], True)
 
     # across layers the model is one problem, otherwise each layer is one
     problems = 1 if across_layers else layers
@@ -149,8 +156,7 @@ def _best_blocks(blocks_EB: Tensor, reserved_E: Tensor, budget: int) -> Tensor:
     needed = int(reserved_E.sum())
     if budget < needed:
         raise CoverageError(
-            f"{budget} blocks are too few for {needed} experts that routers pick for a token: lower sparsity or "
-            "block_size"
+            f"{budget} blocks are too few for {needed} experts that routers need: lower sparsity or block_size"
         )
     blocks_EB = blocks_EB.clone()
     blocks_EB[reserved_E, 0] = torch.inf

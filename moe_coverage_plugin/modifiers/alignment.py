@@ -8,6 +8,7 @@ from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr
 
+from moe_coverage_plugin.calibration.expert_blocks import experts_needed
 from moe_coverage_plugin.core.alignment import (
     Alignment,
     AlignmentStrategy,
@@ -32,8 +33,8 @@ class AlignmentModifier(PlanModifier):
             ``a floor(N / a)``, and the freed blocks of a layer go to its largest remainders, at most one each.
             ``blocks`` keeps to the budget only, that of each layer, or of the model after ``scope: global``, and takes
             the widths ``N_le in {0, a, 2a, ...}`` of largest ``sum_le S_le(N_le)``, where ``S_le(n)`` is the score of
-            an expert's ``n`` best channels, with at least as many experts in a layer as its router picks. What cannot
-            be handed out is reported.
+            an expert's ``n`` best channels, with at least as many experts in a layer as its router picks, and in each
+            group of a router that picks within groups. What cannot be handed out is reported.
         rule: of ``hamilton``: remainders by channels (``l-r-c``) or by removed score (``l-r-s``).
 
     Example recipe::
@@ -90,4 +91,6 @@ class AlignmentModifier(PlanModifier):
         if self.strategy == "hamilton":
             return align_widths(plan.widths_LE, scores_LEI, self.block_size, self.min_width, self.rule)
         across_layers = self._coverage.scope == "global"
-        return align_blocks(plan.widths_LE, scores_LEI, self.block_size, plan.scores.top_k, across_layers)
+        blocks = self._coverage.attribution.blocks
+        groups_L, live_L = zip(*(experts_needed(block) for block in blocks), strict=True)
+        return align_blocks(plan.widths_LE, scores_LEI, self.block_size, live_L, across_layers, groups_L)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.calibration.gathering import gather_scores
 from moe_coverage_plugin.calibration.gradients import GradientObserver, obs_bytes
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
+from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import BlockObserver
 from moe_coverage_plugin.calibration.provenance import check_scores, check_writable, environment, routers_hash
@@ -35,6 +37,7 @@ from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
+from moe_coverage_plugin.surgery.checkpoint import PruningRecord
 
 # below so many tokens an expert's scores hang on which ones they were
 TOKEN_FLOOR = 32
@@ -122,6 +125,7 @@ class AttributionModifier(Modifier):
         self._check_options()
         linearize_expert_lists(state.model)
         self._blocks = find_expert_blocks(state.model, self.ignore)
+        self._refuse_pruned(state.model)
         uniform_shape(self._blocks)
         self._refuse_quantized(state.model)
         if self.scores is not None:
@@ -129,6 +133,10 @@ class AttributionModifier(Modifier):
         else:
             check_batches(state.data.calib)
             self._check_memory()
+            assert state.data.calib is not None
+            # what is drawn here is not what the pass will see, which draws as if nobody had
+            with torch.random.fork_rng(devices=[]):
+                self._check_predicted(list(state.data.calib))
         if self.save_scores is not None:
             check_writable(Path(self.save_scores))
         keep_causal_mask(state.model)
@@ -154,6 +162,16 @@ class AttributionModifier(Modifier):
                 f"ema={self.ema} averages over the order of batches, which ranks do not share: leave it None"
             )
 
+    def _check_predicted(self, batches: list[dict[str, Tensor]]) -> None:
+        """Gradients of no loss are zeros, which would pass for scores."""
+        if self.uses_gradients:
+            options = f"channel_metric={self.channel_metric!r} with expert_importance={self.expert_importance!r}"
+            check_predicted(batches, "all calibration batches", options)
+        if self.layer_noise is not None:
+            first = batches[: self.layer_batches]
+            options = f"layer_noise={self.layer_noise} with layer_batches={self.layer_batches}"
+            check_predicted(first, f"the first {len(first)} calibration batches", options)
+
     def _check_memory(self) -> None:
         """``obs`` may outgrow the machine, which would end the process in the middle of the pass."""
         if self.channel_metric != "obs":
@@ -165,6 +183,25 @@ class AttributionModifier(Modifier):
             raise CoverageError(
                 f"channel_metric='obs' keeps {needed / 2**30:.2g} GiB of matrices in CPU memory, of which "
                 f"{free / 2**30:.2g} GiB are free: choose 'fisher', or a machine with more memory"
+            )
+
+    def _refuse_pruned(self, model: PreTrainedModel) -> None:
+        """Layers may be pruned in turn, each once; that their widths are equal does not say that they are whole."""
+        record = getattr(model.save_pretrained, "_record", None)
+        if not isinstance(record, PruningRecord):
+            return
+        # read from a file, which may say anything
+        named = blocks if isinstance(blocks := record.report.get("blocks"), Mapping) else {}
+        # only ragged checkpoints leave layers out, and the record of a model pruned in turn names the last ones
+        pruned = [
+            block.name
+            for block in self._blocks
+            if record.layout != "ragged" or block.name in named or set(block.widths) != {record.intermediate_size}
+        ]
+        if pruned:
+            raise CoverageError(
+                f"{pruned[0]} was pruned already ({len(pruned)} of {len(self._blocks)} layers): scores of a model "
+                "that was pruned before cannot be compared; prune the original model, or list these layers in ignore"
             )
 
     def _refuse_quantized(self, model: PreTrainedModel) -> None:
@@ -207,6 +244,7 @@ class AttributionModifier(Modifier):
         # the pass that follows draws its samples anew: it must see these, in this order
         with torch.random.fork_rng(devices=[]):
             batches = list(state.data.calib)
+        self._check_predicted(batches)
         self._provenance = self._describe(state.model, batches)
         # a pass before this one turns on the quantizers that follow, and they are not calibrated yet
         with DisableQuantization(state.model):

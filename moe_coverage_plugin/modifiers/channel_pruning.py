@@ -31,6 +31,7 @@ from moe_coverage_plugin.core.ragged import kept_channels
 from moe_coverage_plugin.core.reconstruction import reconstruct_down
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around, running_oneshot
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
@@ -85,14 +86,14 @@ class ChannelPruningModifier(Modifier):
         self._coverage = predecessor(self, CoverageModifier)
         self._planner = predecessor(self, AlignmentModifier, CoverageModifier)
         before, after = recipe_around(self)
-        refuse_neighbours(before, after, ChannelPruningModifier)
+        refuse_neighbours(before, after, ChannelPruningModifier, [self._coverage, self._planner])
         self._coverage.require_channels(self._planner.narrowest)
         self._check_layout(state.model)
         check_quantizers(
             state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple, self.layout
         )
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
-        self._check_output(state.model, quantized)
+        self._check_output(state.model, quantized, before)
         self.requires_calibration_data = self.reconstruct
         if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:
             logger.warning(
@@ -128,10 +129,18 @@ class ChannelPruningModifier(Modifier):
                 f"block of {self._planner.width_multiple} channels: lower sparsity or block_size"
             )
 
-    def _check_output(self, model: PreTrainedModel, quantized: bool) -> None:
+    def _check_output(self, model: PreTrainedModel, quantized: bool, before: list[Modifier]) -> None:
         run = running_oneshot()
         if run is None or run.output_dir is None:
             return
+        kept = [other.save_scores for other in before if isinstance(other, AttributionModifier)]
+        for path in filter(None, kept):
+            # the checkpoint is written last, into a directory that must be empty
+            if Path(path).resolve().is_relative_to(Path(run.output_dir).resolve()):
+                raise CoverageError(
+                    f"save_scores={path} lies in the output {run.output_dir}, which must stay empty until the "
+                    "checkpoint is written with a copy of the scores: name a file beside it, or leave save_scores out"
+                )
         linears = [linear for block in self._coverage.attribution.blocks for linear in block_linears(block)]
         with disable_onloading():
             pruned_bytes = sum(linear.weight.nbytes for linear in linears) * self._coverage.sparsity

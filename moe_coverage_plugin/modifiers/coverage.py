@@ -11,6 +11,7 @@ from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
+from moe_coverage_plugin.calibration.expert_blocks import experts_needed
 from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget
 from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
 from moe_coverage_plugin.core.smoothing import Smoothing
@@ -109,20 +110,21 @@ class CoverageModifier(PlanModifier):
         return channel_budget(self.total_channels, self.sparsity)
 
     def require_channels(self, min_width: int) -> None:
-        """Refuse a budget too small for every layer to keep ``top_k`` experts of ``min_width`` channels.
+        """Refuse a budget too small for every layer to keep what its router needs, in ``min_width`` channels each.
 
         Raises:
             CoverageError: as said; a sparsity that leaves every expert ``min_width`` channels is named.
         """
         blocks = self.attribution.blocks
-        needed = sum(block.top_k for block in blocks) * min_width
+        experts = [math.prod(experts_needed(block)) for block in blocks]
+        needed = sum(experts) * min_width
         if self.budget < needed:
             # rounded down, so that the number named does what is said
             enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
             raise CoverageError(
                 f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
-                f"{len(blocks)} layers that route every token to {blocks[0].top_k} experts need at least {needed}: "
-                f"lower it, for instance to {enough}, which leaves every expert {min_width} on average"
+                f"{len(blocks)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
+                f"{needed}: lower it, for instance to {enough}, which leaves every expert {min_width} on average"
             )
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:

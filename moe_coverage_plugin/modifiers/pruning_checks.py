@@ -13,15 +13,20 @@ from llmcompressor.modifiers.transform.quip import QuIPModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, chooses_by_token_table, routing_groups
+from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, chooses_by_token_table, experts_needed
 from moe_coverage_plugin.core.live_experts import check_live_experts
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.plan import PlanModifier
 
 
-def refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier], pruning: type[Modifier]) -> None:
+def refuse_neighbours(
+    before: Sequence[Modifier], after: Sequence[Modifier], pruning: type[Modifier], plans: Sequence[PlanModifier]
+) -> None:
     """Refuse modifiers that do not go together with a pruning at its place in the recipe.
+
+    Args:
+        plans: what the pruning cuts by.
 
     Raises:
         CoverageError: naming the modifier and where it belongs.
@@ -37,6 +42,13 @@ def refuse_neighbours(before: Sequence[Modifier], after: Sequence[Modifier], pru
         )
     if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
         raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
+    planners = [other for other in before if isinstance(other, PlanModifier)]
+    if idle := [type(other).__name__ for other in planners if all(other is not plan for plan in plans)]:
+        taken = " and ".join(dict.fromkeys(type(plan).__name__ for plan in plans))
+        raise CoverageError(
+            f"nobody takes the plan of {' and '.join(idle)}, because ChannelPruningModifier cuts by the last {taken} "
+            "before it: remove the others"
+        )
     _refuse_transforms([*before, *after])
     first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
     if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
@@ -75,12 +87,10 @@ def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
             "chosen by a table of token ids, which no mask of router logits keeps from them: use layout='padded', "
             "which removes none, or list the layer in ignore"
         )
-    groups, picked_groups = routing_groups(block)
+    groups, needed = experts_needed(block)
     live_G = live_E.reshape(groups, -1).sum(-1)
-    # a group is scored by its best two experts, so one alone would never be reached
-    needed = max(-(-block.top_k // picked_groups), 2 if groups > 1 else 1)
     if bool((live_G < needed).any()):
         raise CoverageError(
             f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
-            "lower sparsity or min_width"
+            'lower sparsity or min_width, or let AlignmentModifier keep as many by strategy="blocks"'
         )

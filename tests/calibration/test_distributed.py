@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
+from moe_coverage_plugin.calibration.next_token import check_predicted
+from moe_coverage_plugin.manifest import CoverageError
 
 RANKS = 2
 
@@ -26,6 +29,11 @@ def exchange(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
     for name, tensor in sum_over_ranks(statistics_of(rank)).items():
         torch.save(tensor, Path(directory) / f"{name}.{rank}")
+    spoken, silent = ({"input_ids": torch.ones(1, length, dtype=torch.int64)} for length in (2, 1))
+    check_predicted([silent if rank == 0 else spoken], "batches", "nothing")
+    with pytest.raises(CoverageError, match="no token for the model to predict"):
+        check_predicted([silent], "batches", "nothing")
+    (Path(directory) / f"refused.{rank}").touch()
     dist.destroy_process_group()
 
 
@@ -38,6 +46,7 @@ def test_all_ranks_end_with_the_same_bits(tmp_path):
         found = [torch.load(tmp_path / f"{name}.{rank}") for rank in range(RANKS)]
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], parts[0][name] + parts[1][name])
+    assert all((tmp_path / f"refused.{rank}").exists() for rank in range(RANKS)), "ranks refuse together or not at all"
 
 
 def test_without_a_process_group_nothing_changes():

@@ -103,3 +103,35 @@ def test_scores_must_be_numbers(bad: float):
     scores_LEI[1, 2, 0] = bad
     with pytest.raises(CoverageError, match="layer 1 expert 2"):
         align_blocks(torch.full((L, E), I), scores_LEI, A, [1, 1], across_layers=True)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(values, min_size=4 * I, max_size=4 * I).map(
+        lambda flat: torch.tensor(flat, dtype=torch.float64).reshape(1, 4, I)
+    ),
+    st.integers(0, 4 * I),
+    st.integers(1, 2),
+)
+def test_best_where_each_group_of_a_router_needs_experts(scores_LEI: Tensor, budget: int, live: int):
+    """Two groups of two experts; only the budget of the widths is read."""
+
+    def enough(candidate) -> bool:
+        return all(sum(width > 0 for width in candidate[start : start + 2]) >= live for start in (0, 2))
+
+    widths_LE = torch.tensor([[min(max(budget - I * expert, 0), I) for expert in range(4)]])
+    best = best_by_trying(scores_LEI[0], budget, enough)
+    if best < 0:
+        with pytest.raises(CoverageError, match="too few"):
+            align_blocks(widths_LE, scores_LEI, A, [live], across_layers=True, groups_L=[2])
+        return
+    aligned = align_blocks(widths_LE, scores_LEI, A, [live], across_layers=True, groups_L=[2])
+    assert enough(aligned.widths_LE[0].tolist())
+    assert float(kept_score(scores_LEI, aligned.widths_LE).sum()) == pytest.approx(best)
+
+
+def test_layers_may_have_different_groups():
+    scores_LEI = torch.zeros(2, 4, 2, dtype=torch.float64)
+    scores_LEI[:, :2] = 5.0
+    aligned = align_blocks(torch.full((2, 4), 1), scores_LEI, 2, [1, 1], across_layers=False, groups_L=[1, 2])
+    assert (aligned.widths_LE > 0).tolist() == [[True, True, False, False], [True, False, True, False]]

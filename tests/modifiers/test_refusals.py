@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +28,9 @@ from moe_coverage_plugin import (
     ChannelPruningModifier,
     CoverageError,
     CoverageModifier,
+    load,
 )
+from moe_coverage_plugin.manifest import REPORT_NAME
 
 QUANTIZERS = [GPTQModifier, QuantizationModifier]
 
@@ -69,6 +72,28 @@ def test_alignment_after_pruning_would_do_nothing(pristine: PreTrainedModel, out
 def test_pruning_twice(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, [*pruning(), ChannelPruningModifier()], output)
     assert "two ChannelPruningModifier" in message
+
+
+@pytest.mark.parametrize(
+    ("order", "idle"),
+    [
+        ("AcaCP", "CoverageModifier and AlignmentModifier"),
+        ("ACcaP", "CoverageModifier"),
+        ("AcaaP", "AlignmentModifier"),
+        ("AcAcP", "CoverageModifier"),
+    ],
+)
+def test_plans_that_nobody_takes(pristine: PreTrainedModel, output: Path, order: str, idle: str):
+    """Of two plans the last is cut, and the other was written for something."""
+    made = {
+        "A": AttributionModifier,
+        "c": lambda: CoverageModifier(sparsity=0.25, inter_layer="uniform"),
+        "C": lambda: CoverageModifier(sparsity=0.5, inter_layer="uniform"),
+        "a": lambda: AlignmentModifier(block_size=BLOCK, min_width=BLOCK),
+        "P": ChannelPruningModifier,
+    }
+    message = refusal(pristine, [made[letter]() for letter in order], output)
+    assert re.search(rf"plan of {idle}, .*ChannelPruningModifier cuts .*remove", message)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -321,6 +346,41 @@ def test_samples_without_tokens(pristine: PreTrainedModel, output: Path):
     assert "has no input_ids" in refusal(pristine, pruning(), output, dataset=loader)
 
 
+@pytest.mark.parametrize("silent", ["labels", "length"])
+@pytest.mark.parametrize(
+    ("attribution", "option"),
+    [
+        ({"channel_metric": "fisher", "layer_noise": None}, "channel_metric='fisher'"),
+        ({"expert_importance": "nll_squared", "layer_noise": None}, "expert_importance='nll_squared'"),
+        ({"layer_noise": 0.5}, "layer_noise=0.5"),
+    ],
+)
+def test_no_token_to_predict(
+    pristine: PreTrainedModel, output: Path, silent: str, attribution: dict[str, Any], option: str
+):
+    """Case 31: gradients of no loss are zeros, which would prune at random."""
+    data = token_batches(samples=4, length=1 if silent == "length" else 8)
+    if silent == "labels":
+        data = data.add_column("labels", [[-100] * 8] * 4)
+    recipe = [AttributionModifier(**attribution), *pruning()[1:]]
+    message = refusal(pristine, recipe, output, dataset=data)
+    assert re.search(rf"no token .* to predict.*{option}.*labels.*-100", message)
+
+
+def test_no_token_to_predict_matters_only_where_a_loss_is_measured(source: Path):
+    recipe = [AttributionModifier(layer_noise=None), *pruning(0.25, None)[1:]]
+    compress(source, recipe, dataset=token_batches(samples=4, length=1))
+
+
+def test_no_token_to_predict_in_the_batches_that_measure_layers(pristine: PreTrainedModel, output: Path):
+    """Case 31: of batches that do predict, the first may not, and layers are measured by the first alone."""
+    labels = [[-100] * 8 if row < 2 else [5] * 8 for row in range(4)]
+    data = token_batches(samples=4, length=8).add_column("labels", labels)
+    recipe = [AttributionModifier(layer_batches=2), *pruning()[1:]]
+    message = refusal(pristine, recipe, output, dataset=data)
+    assert re.search(r"first 2 .*no token .* to predict.*layer_noise=1.0.*layer_batches", message)
+
+
 def test_model_without_experts(tmp_path: Path, output: Path):
     config = transformers.Qwen3Config(**COMMON | {"num_hidden_layers": 1, "intermediate_size": 128, "head_dim": 32})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
@@ -338,9 +398,25 @@ def test_ignore_that_matches_nothing(pristine: PreTrainedModel, output: Path):
     assert re.search(r"'model\.layers\.7' matches no expert block, the blocks are model\.layers\.0\.mlp", message)
 
 
-def test_model_pruned_before(source: Path, output: Path):
-    model = compress(source, pruning())
+@pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_model_pruned_before(source: Path, tmp_path: Path, output: Path, layout: str, reopened: bool):
+    """Equal widths are not the original ones: the card would name what the second run removed only."""
+    model = compress(source, pruning(layout=layout), output_dir=str(tmp_path / "first"))
+    if reopened:
+        (tmp_path / "first" / REPORT_NAME).unlink()
+        model = load(tmp_path / "first")
     assert re.search("a model that was pruned before.*prune the original model", refusal(model, pruning(), output))
+
+
+def test_model_of_equal_widths_pruned_in_turn_and_then_again(source: Path, output: Path):
+    """The last run pruned other layers, and its layout says nothing."""
+    even = {"sparsity": 0.5, "block_size": None, "intra_layer": "uniform"}
+    first = compress(source, pruning(ignore=["model.layers.0"], **even))
+    model = compress(first, pruning(ignore=["model.layers.1"], **even))
+    assert {width for layer in widths(model) for width in layer} == {CHANNELS // 2}
+    message = refusal(model, pruning(ignore=["model.layers.0"]), output)
+    assert re.search(r"layers\.1\.mlp\.experts.*a model that was pruned before.*prune the original model", message)
 
 
 # --- output
@@ -361,6 +437,16 @@ def test_output_below_a_file(pristine: PreTrainedModel, tmp_path: Path):
 def test_output_is_a_file(pristine: PreTrainedModel, tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     assert "choose another directory" in refusal(pristine, pruning(), tmp_path / "file")
+
+
+def test_scores_kept_where_the_checkpoint_goes(pristine: PreTrainedModel, tmp_path: Path, monkeypatch):
+    """A file there would make the directory one that is not empty, when hours later the checkpoint is written."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("out/scores.bin", str(tmp_path / "out" / "scores.bin"), "out/../out/scores.bin"):
+        recipe = [AttributionModifier(save_scores=path), *pruning()[1:]]
+        message = refusal(pristine, recipe, tmp_path / "out")
+        assert re.search(r"save_scores=\S+scores.bin lies in the output \S+out, .* beside", message)
 
 
 def test_disk_too_small(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):

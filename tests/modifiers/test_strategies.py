@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from harness import CHANNELS, EXPERTS, LAYERS, compress, logits, open_linear, pruning, widths
+from harness import (
+    BLOCK,
+    CHANNELS,
+    EXPERTS,
+    LAYERS,
+    compress,
+    logits,
+    open_linear,
+    pruning,
+    refusal,
+    save_tiny,
+    widths,
+)
 from llmcompressor.modifiers import Modifier
+from tiny import GROUP_LIMITED, add_tokenizer
 
-from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
 from moe_coverage_plugin.core.alignment import RemainderRule
 from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
 from moe_coverage_plugin.core.smoothing import Smoothing
@@ -105,6 +119,29 @@ def test_alignment_stays_within_budget_and_tells_the_rest(planned: Planned, rule
     assert plan.notes["unspent_channels"] == int(unspent_L.sum()) == budget_of(coverage) - budget_of(alignment)
     assert plan.notes["dropped_by_alignment"] == int(((before_LE > 0) & (plan.widths_LE == 0)).sum())
     assert plan.block_size == 32
+
+
+@pytest.mark.parametrize("scope", ["layers", "global"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_blocks_leave_each_group_of_a_router_experts(tmp_path: Path, family: str, scope: Any):
+    """Down to the sparsity that is named where too little is left, by which each group has two blocks."""
+    limited = GROUP_LIMITED if family == "deepseek_v2" else {}
+    source = add_tokenizer(save_tiny(tmp_path / "model", family, num_hidden_layers=3, **limited))
+    model = compress(source, grouped(0.85, scope))
+    layers = torch.tensor(widths(model))
+    assert bool(((layers > 0).unflatten(1, (2, -1)).sum(-1) >= 2).all())
+    message = refusal(source, grouped(0.9, scope), tmp_path / "out")
+    assert re.search(r"sparsity=0.9 leaves \d+ of \d+ .* 4 experts need at least \d+: lower", message)
+
+
+def grouped(sparsity: float, scope: Any) -> list[Modifier]:
+    inter_layer = {"inter_layer": "uniform"} if scope == "layers" else {}
+    return [
+        AttributionModifier(channel_metric="fisher", layer_noise=None),
+        CoverageModifier(sparsity=sparsity, scope=scope, intra_layer="topk_channel", **inter_layer),
+        AlignmentModifier(block_size=BLOCK, strategy="blocks"),
+        ChannelPruningModifier(pictures=False),
+    ]
 
 
 def test_sparsity_zero_keeps_everything(source: Path, tmp_path: Path):
