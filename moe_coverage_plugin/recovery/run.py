@@ -35,7 +35,7 @@ from moe_coverage_plugin.recovery.training import Training, held_out_loss
 from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
 from moe_coverage_plugin.surgery.loading import load
 from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
-from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization, keep_readable
+from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization
 from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 # matches the beginning of a module's name, if that is no projection of an expert
@@ -120,8 +120,6 @@ def finetune(
     with torch.random.fork_rng(devices), joined_ranks() as ranks:
         dtype = options.dtype and getattr(torch, options.dtype)
         model = load(checkpoint, dtype, trust_remote_code, _nf4(checkpoint, options) if options.nf4 else None)
-        if options.nf4:
-            keep_readable(model)
         _check_model(model, options)
         check_output(output, _dense_bytes(model))
         folder = WorkFolder(work, _identity(source, model, options, teacher, ranks))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Linear
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -21,9 +21,6 @@ from transformers.utils.import_utils import is_bitsandbytes_available
 
 from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks, linears_that_must_stay
 from moe_coverage_plugin.manifest import CoverageError
-
-# rows that bitsandbytes packs together for CPUs that multiply bfloat16
-CPU_ROWS = 32
 
 
 def check_config(config: object, path: Path, quantized: bool) -> None:
@@ -86,7 +83,9 @@ def quantize_linears(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
             weight: Any = Params4bit(linear.weight.detach(), requires_grad=False, **packed.weight.__dict__)
             packed.weight = weight.to(linear.weight.device)
             packed.bias = linear.bias
-            _spare_fast_path(packed)
+            # packed for CPUs that multiply bfloat16, most widths stop, experts without tokens end the process, and
+            # nobody can read the weight (bitsandbytes 0.50)
+            packed.support_avx512bf16_for_cpu = False
             # or all weights would be held twice
             linear.weight = None  # pyright: ignore[reportAttributeAccessIssue]
     quantizer.postprocess_model(model)
@@ -94,23 +93,10 @@ def quantize_linears(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
     opened.hf_quantizer = quantizer
 
 
-def keep_readable(model: PreTrainedModel) -> None:
-    """Keep layers of 4 bits as ``dense_weight`` reads them.
-
-    On CPUs that multiply bfloat16 the first forward pass would pack them anew, for bfloat16 whatever they were.
-    """
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-
-
 def dense_weight(linear: Any) -> Tensor:
     """What a linear layer multiplies by: its own weight, or that of 4 bits in the dtype that it had before."""
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight
-    assert not getattr(linear.weight.quant_state, "packing_format_for_cpu", False), "packed for products by a CPU"
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state)
@@ -127,14 +113,3 @@ def _names_that_stay(model: PreTrainedModel) -> list[str]:
     """Patterns that each match one module, in the way that transformers looks for them."""
     routing = linears_that_must_stay(find_expert_blocks(model)).values()
     return [f"{re.escape(name)}$" for name in (*routing, *get_keys_to_not_convert(model))]
-
-
-def _spare_fast_path(packed: Module) -> None:
-    """Keep a layer off the packing for CPUs that multiply bfloat16 where it would stop at the layer's widths.
-
-    bitsandbytes 0.50 asserts that rows come by 32 and takes the scales for those of whole blocks in each row.
-    """
-    weight: Any = packed.weight
-    rows, columns = weight.quant_state.shape
-    fits = rows % CPU_ROWS == 0 and columns % weight.quant_state.blocksize == 0
-    packed.support_avx512bf16_for_cpu = packed.support_avx512bf16_for_cpu and fits  # pyright: ignore

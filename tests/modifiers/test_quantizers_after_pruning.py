@@ -73,7 +73,8 @@ def test_loads_as_it_was_in_memory(one_layer: Path, tmp_path: Path, name: str):
     output = tmp_path / "out"
     model = compress(one_layer, [*pruned_away(), *EXACT[name]()], output_dir=str(output))
     assert 0 in flat_widths(model)
-    assert torch.equal(logits(load(output)), logits(model))
+    # on CPUs that multiply bfloat16, AutoRound leaves what it does not quantize in that, and the model cannot run
+    assert torch.equal(logits(load(output)), logits(model.float()))
 
 
 # --- 8-bit floats, weights and activations alike

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -24,12 +23,6 @@ from moe_coverage_plugin.recovery.run import NO_EXPERT
 from moe_coverage_plugin.surgery import nf4
 
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
-
-
-@pytest.fixture(autouse=True)
-def _as_on_any_cpu(monkeypatch):
-    """bitsandbytes rounds to bfloat16 where a CPU has that."""
-    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
 
 
 @torch.no_grad()
