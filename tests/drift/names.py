@@ -54,7 +54,7 @@ NAMED = {
             ("weight_packed", "weight_scale", "weight_shape"),
             "parameters that linear layers get and we decompress",
         ),
-        Named("vllm._custom_ops", ("cpu_gemm_wna16",), "the operator that builds for CPUs may lack"),
+        Named("vllm.envs", ("VLLM_BATCH_INVARIANT",), "looked up when it is asked for"),
     ),
     "llmcompressor": (
         Named(LINEAR_EXPERTS, ("_apply_gate", "act_fn"), "our forward pass takes the place of theirs"),
