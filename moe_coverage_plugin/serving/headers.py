@@ -11,6 +11,8 @@ from moe_coverage_plugin.serving.packing import packed_columns
 from moe_coverage_plugin.weight_files import open_weights, weight_files
 
 EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
+# what engines name their own parameters
+OF_ENGINES = ".routed_experts."
 DOWN_NAMES = ("down_proj", "w2")
 PROJECTIONS = 3
 # what engines look for weights in, pickles among them, where nobody says otherwise
@@ -48,6 +50,11 @@ def _expert_weights(directory: Path) -> Found:
     for file in weight_files(directory):
         with open_weights(file) as shard:
             for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
+                if OF_ENGINES in name:
+                    raise CoverageError(
+                        f"{file} holds {name}, which an engine has rearranged for its ranks (sharded_state): serve "
+                        "the checkpoint that it had opened"
+                    )
                 if (match := EXPERT_TENSOR.search(name)) is not None:
                     found[int(match[1]), int(match[2])].append((name, shard.get_slice(name).get_shape()))
     return found

@@ -50,6 +50,13 @@ def test_missing_shard_is_told_before_an_engine_starts(tmp_path: Path) -> None:
             check_headers(path, manifest)
 
 
-def test_whole_checkpoint_in_shards_is_served(tmp_path: Path) -> None:
+def test_whole_checkpoint_in_shards_is_served_and_what_the_engine_saves_is_not(tmp_path: Path) -> None:
     llm = open_engine(copied(tmp_path, "ragged_w4a16"))
     assert sum(llm.apply_model(lambda model: sum(int(torch.isnan(p).sum()) for p in model.parameters()))) == 0
+    # what an engine writes of itself is already dealt to ranks and rearranged
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "config.json").write_text((tmp_path / "config.json").read_text())
+    llm.llm_engine.engine_core.save_sharded_state(path=str(state))
+    with pytest.raises(ValueError, match=r"routed_experts.*, which an engine has rearranged .* serve the checkpoint"):
+        open_engine(state, load_format="sharded_state")
