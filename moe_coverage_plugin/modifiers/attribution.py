@@ -133,10 +133,11 @@ class AttributionModifier(Modifier):
         else:
             check_batches(state.data.calib)
             self._check_memory()
-            assert state.data.calib is not None
-            # what is drawn here is not what the pass will see, which draws as if nobody had
-            with torch.random.fork_rng(devices=[]):
-                self._check_predicted(list(state.data.calib))
+            if self.uses_gradients or self.layer_noise is not None:
+                assert state.data.calib is not None
+                # what is drawn here is not what the pass will see, which draws as if nobody had
+                with torch.random.fork_rng(devices=[]):
+                    self._check_predicted(list(state.data.calib))
         if self.save_scores is not None:
             check_writable(Path(self.save_scores))
         keep_causal_mask(state.model)

@@ -54,8 +54,8 @@ class LaunchPlan:
 
 
 # What follows was measured on an H200 (torch 2.11, Triton 3.6): 128 experts of 640 channels on average in blocks of
-# 128, hidden size 2048, 8 experts per token, groups of 128; what is said of large and of few experts on the shapes of
-# Mixtral, of a half of it, of DeepSeek-V3, and on 128 experts of 1280 channels, hidden size 4096.
+# 128, hidden size 2048, 8 experts per token, groups of 128. What is said of large and of few experts: on 8 of 11904
+# and of 5888 channels and 128 of 1280, hidden size 4096, and on 256 of 1664, hidden size 7168.
 
 # Pairs up to which a plan is taken, and the plan.
 _DECODE_PLAIN = ((32, LaunchPlan("decode", Tiles(32, 64, 4, 6), Tiles(8, 128, 4, 3))),)
