@@ -1,4 +1,4 @@
-"""Measures checkpoints by lm-eval on text and questions of your own. Runs in the compressing environment.
+"""Measure checkpoints by lm-eval on text and questions of your own. Runs in the compressing environment.
 
 python examples/evaluate.py benchmarks/testbed/mini_moe out/pruned out/pruned_q4
 """
@@ -19,15 +19,15 @@ MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 CHARACTERS = 400
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("checkpoints", nargs="+", help="directories, pruned or not; others are compared with the first")
+parser.add_argument("checkpoints", nargs="+", help="directories, pruned or not; each is compared with the first")
 parser.add_argument("--data", type=Path, default=MINI_MOE / "heldout.txt", help="text that no model has seen")
 parser.add_argument("--documents", type=int, default=32, help="how many pieces of it")
 parser.add_argument("--output", type=Path, default=Path("out/evaluation"), help="directory of the results")
 args = parser.parse_args()
 args.output.mkdir(parents=True, exist_ok=True)
 
-# JSON lines: documents, whose perplexity is measured, and questions with several answers, one of them right.
-# Here: a piece of text goes on with the words that follow, or with two neighbours among them swapped.
+# JSON lines: documents, whose perplexity is measured, and multiple-choice questions. Here, the correct answer is how a
+# piece of text continues; in the wrong answers, two neighbouring words are swapped.
 text = args.data.read_text(encoding="utf-8")
 pieces = [text[begin : begin + CHARACTERS] for begin in range(0, len(text), CHARACTERS)][: args.documents]
 random = Random(0)
@@ -45,7 +45,7 @@ tasks = [LocalTask("text", args.output / "prose.jsonl"), LocalTask("multiple_cho
 results = {}
 for checkpoint in args.checkpoints:
     name = Path(checkpoint).name
-    # names of lm-eval's own tasks may stand in the empty list; what the file has already is not measured again
+    # the empty list takes names of lm-eval's own tasks; tasks that the file has already are not measured again
     results[name] = evaluate(checkpoint, [], args.output / f"{name}.json", EvaluationOptions(backend="hf"), tasks)
 headers, rows = compare(results)
 print(tabulate(rows, headers, disable_numparse=True))

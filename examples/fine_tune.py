@@ -1,4 +1,4 @@
-"""Wins back by fine-tuning what pruning cost, taught by the unpruned model. Runs in the compressing environment.
+"""Win back a part of what pruning cost by distillation. Runs in the compressing environment, with the extra finetune.
 
 python examples/fine_tune.py out/pruned --output out/recovered
 """
@@ -22,12 +22,12 @@ parser.add_argument("--output", default="out/recovered", help="new or empty dire
 args = parser.parse_args()
 
 options = RecoveryOptions(
-    expert_lr=3e-3,  # a small model takes more than the 1e-4 of the paper, which is the default
+    expert_lr=3e-3,  # small models need a higher rate than the default of 1e-4, which is the paper's
     steps=args.steps,
     batch_size=8,
     sequence_length=args.window_tokens,
-    held_out=0.02,  # the end of the text is not trained on, and gives the loss curve
+    held_out=0.02,  # fraction of the text, at its end, that is not trained on; the loss curve is measured on it
 )
 done = finetune(args.checkpoint, args.data, args.output, options, teacher=args.teacher)
 print(f"Held-out loss {done.before:.4f}, after {done.steps} steps {done.after:.4f} nats per token")
-print(f"Wrote {args.output}, in 16 bit and of the same widths; the loss curve lies in it")
+print(f"Wrote {args.output}, in 16 bit and with the same widths, and the loss curve in it")

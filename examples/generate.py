@@ -1,4 +1,4 @@
-"""Lets vLLM generate from a pruned checkpoint. Needs only vLLM and this package in the environment.
+"""Generate from a pruned checkpoint with vLLM. Runs in the serving environment.
 
 python examples/generate.py out/demo/p_q4
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
-# GiB, read when vLLM is imported; enough for a small model on a machine without a GPU
+# in GiB, read when vLLM is imported; enough for a small model on a machine without a GPU
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

@@ -1,4 +1,4 @@
-"""Opens a pruned 16-bit checkpoint in NF4 and generates. Runs in the compressing environment, with the extra nf4.
+"""Open a pruned 16-bit checkpoint in NF4 and generate. Runs in the compressing environment, with the extra nf4.
 
 python examples/nf4.py out/pruned
 """
@@ -19,7 +19,7 @@ parser.add_argument("--tokens", type=int, default=32)
 args = parser.parse_args()
 
 device = torch.accelerator.current_accelerator() or torch.device("cpu")
-# bitsandbytes computes in float32 unless told
+# bitsandbytes computes in float32 by default
 config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = load(args.checkpoint, torch.bfloat16, quantization_config=config).to(device)
 tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)

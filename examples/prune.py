@@ -1,4 +1,4 @@
-"""Removes a quarter of the channels inside the experts of a model, in 16 bit. Runs in the compressing environment.
+"""Remove a quarter of the channels inside the experts of a model, in 16 bit. Runs in the compressing environment.
 
 python examples/prune.py --output out/pruned
 """
@@ -19,7 +19,7 @@ MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=str(MINI_MOE), help="directory of a model, or its name on the hub")
-parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text such as the model will see")
+parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text like what the model will see")
 parser.add_argument("--sparsity", type=float, default=0.25, help="fraction of the expert channels to remove")
 parser.add_argument("--windows", type=int, default=16, help="how many; take 512 for a real model")
 parser.add_argument("--window-tokens", type=int, default=128, help="take 2048 for a real model")
@@ -35,7 +35,7 @@ windows = windows[torch.linspace(0, len(windows) - 1, min(args.windows, len(wind
 oneshot(
     model=args.model,
     dataset=Dataset.from_dict({"input_ids": windows.tolist()}),
-    # scores from one pass forward and backward, whole blocks of 64 channels, what stays fitted to what was there
+    # scores from one pass forward and backward, widths in blocks of 64 channels, then reconstruction
     recipe=recommended_recipe(args.sparsity, block_size=64, scheme=None),
     num_calibration_samples=len(windows),
     batch_size=16,
@@ -44,7 +44,7 @@ oneshot(
 )
 
 manifest = Manifest.from_checkpoint(args.output)
-assert manifest is not None, "what was pruned says so"
+assert manifest is not None, "a pruned checkpoint has a manifest"
 for name, widths in manifest.widths.items():
     print(f"{name}: {sum(widths)} channels of {len(widths) * manifest.intermediate_size}, widths {widths}")
-print(f"Wrote {args.output}, which moe-coverage inspect and its README.md describe")
+print(f"Wrote {args.output}: see its README.md, or moe-coverage inspect {args.output}")

@@ -1,4 +1,4 @@
-"""Prunes a model and quantizes what is left to 4 bits, by a recipe file. Runs in the compressing environment.
+"""Prune a model and quantize the rest to 4 bits, by a recipe file. Runs in the compressing environment.
 
 python examples/prune_and_quantize.py --output out/pruned_q4
 """
@@ -19,9 +19,9 @@ MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=str(MINI_MOE), help="directory of a model, or its name on the hub")
-parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text such as the model will see")
-parser.add_argument("--recipe", default="fisher_p25_q4", help="one that comes with the package, or a file of yours")
-parser.add_argument("--sparsity", type=float, help="fraction to remove, in place of the recipe's")
+parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text like what the model will see")
+parser.add_argument("--recipe", default="fisher_p25_q4", help="name of a recipe of the package, or a YAML file")
+parser.add_argument("--sparsity", type=float, help="fraction to remove, instead of the recipe's")
 parser.add_argument("--windows", type=int, default=16, help="how many; take 512 for a real model")
 parser.add_argument("--window-tokens", type=int, default=128, help="take 2048 for a real model")
 parser.add_argument("--output", default="out/pruned_q4", help="new or empty directory")
@@ -37,11 +37,11 @@ oneshot(
     model=args.model,
     dataset=Dataset.from_dict({"input_ids": windows.tolist()}),
     recipe=args.recipe if Path(args.recipe).is_file() else recipe_path(args.recipe),
-    # fields of the pruning modifiers; whatever quantizer the recipe has follows them
+    # overrides fields of the pruning modifiers, not of the quantizer
     recipe_args={} if args.sparsity is None else {"sparsity": args.sparsity},
     num_calibration_samples=len(windows),
     batch_size=16,
-    moe_calibrate_all_experts="gptq" in args.recipe,  # GPTQ wants tokens for every expert, rounding needs none
+    moe_calibrate_all_experts="gptq" in args.recipe,  # GPTQ needs tokens for every expert, rounding needs none
     output_dir=args.output,
 )
 
