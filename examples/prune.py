@@ -19,7 +19,7 @@ MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=str(MINI_MOE), help="directory of a model, or its name on the hub")
-parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text like what the model will see")
+parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text like the model will see")
 parser.add_argument("--sparsity", type=float, default=0.25, help="fraction of the expert channels to remove")
 parser.add_argument("--windows", type=int, default=16, help="how many; take 512 for a real model")
 parser.add_argument("--window-tokens", type=int, default=128, help="take 2048 for a real model")
