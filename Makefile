@@ -55,7 +55,7 @@ test-compress: $(COMPRESS)/.ready
 
 # Serving is tested on checkpoints that the compressing half really wrote.
 checkpoints: $(COMPRESS)/.ready
-	PYTHONPATH=tests $(COMPRESS)/bin/python tests/serving/make_checkpoints.py $(ARTIFACTS)
+	PYTHONPATH=. $(COMPRESS)/bin/python tests/serving/make_checkpoints.py $(ARTIFACTS)
 
 test-serve: $(SERVE)/.ready checkpoints
 	$(TEST_SERVE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import CoverageError
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -24,7 +24,7 @@ offloaded
     the rest on disk, then ``oneshot(model=model)``.
 
 Seen on the way with a model of 508 MB in layers of 40 MB, 4 or 16 tokens: 1.38 GB for fused, whose opening alone takes
-1.06, and with 4 bits 0.50 linear and 0.12 offloaded. Before `surgery/memory.py` those were 0.84 and 0.76: glibc kept
+1.06, and with 4 bits 0.50 linear and 0.12 offloaded. Before `modeling/memory.py` those were 0.84 and 0.76: glibc kept
 the freed weights. Reconstruction wrote fitted columns into pages of the mapped files, which became anonymous so.
 """
 
@@ -50,7 +50,7 @@ from benchmarks.commands import portable
 from benchmarks.markers import RESULTS, markers, write_between
 from benchmarks.plan import processor
 from benchmarks.resident import Resident, Sampler, forget_peak, resident
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 
 # Qwen3-30B-A3B with half of its experts, so that more layers than a few fit; their number follows from the size asked
 FULL: dict[str, Any] = {
@@ -125,7 +125,7 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
     from transformers import AutoModelForCausalLM
 
     from moe_coverage_plugin import recipe_path
-    from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
+    from moe_coverage_plugin.modeling.lazy_modules import forget_lazy_modules
 
     forget_lazy_modules()
     phases: list[Phase] = []

@@ -39,7 +39,7 @@ from benchmarks.commands import portable
 from benchmarks.plan import processor
 from benchmarks.records import Record, measure_or_render, run_parser
 from moe_coverage_plugin import load
-from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
 
 RESULT = Path(__file__).with_name("results") / "nf4.json"
 NAME = "nf4"
@@ -131,8 +131,8 @@ def stored_expert_bytes(checkpoint: Path) -> int:
 def held_expert_bytes(model: PreTrainedModel) -> int:
     """Of experts in memory, as :func:`stored_expert_bytes` counts; 4-bit ones with their scales and tables."""
     held: dict[int, int] = {}
-    for block in find_expert_blocks(model):
-        for linear in block_linears(block):
+    for block in find_moe_layers(model):
+        for linear in expert_linears(block):
             for tensor in linear.parameters():
                 state = getattr(tensor, "quant_state", None)
                 if state is None:
@@ -156,9 +156,9 @@ def padding(model: PreTrainedModel) -> dict[str, float]:
         blocks. ``aligned`` is the share of live experts whose width is whole blocks.
     """
     numbers, held, by_rows, by_channels, widths = 0, 0, 0, 0, []
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         widths += [width for width in block.widths if width]
-        for linear in block_linears(block):
+        for linear in expert_linears(block):
             rows, columns = linear.out_features, linear.in_features
             numbers += rows * columns
             held += _missing(rows * columns)
@@ -249,7 +249,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     "widths": variant.widths,
                     "weights": variant.weights,
                     "losses": losses,
-                    "channels": sum(sum(block.widths) for block in find_expert_blocks(model)),
+                    "channels": sum(sum(block.widths) for block in find_moe_layers(model)),
                     "stored_expert_bytes": stored_expert_bytes(directory / variant.checkpoint),
                     "held_expert_bytes": held_expert_bytes(model),
                     "padding": padding(model),

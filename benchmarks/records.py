@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.allocation.text import Source
 from benchmarks.markers import RESULTS, markers, write_between
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 
 MINI_MOE = Path(__file__).with_name("testbed") / "mini_moe"
 Record = dict[str, Any]

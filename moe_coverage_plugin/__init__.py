@@ -13,7 +13,8 @@ from moe_coverage_plugin.recipe_files import recipe_path
 from moe_coverage_plugin.registration import register_modifiers
 
 if TYPE_CHECKING:
-    from moe_coverage_plugin.core.score_file import load_scores, save_scores
+    from moe_coverage_plugin.checkpoint.loading import load
+    from moe_coverage_plugin.files.scores import load_scores, save_scores
     from moe_coverage_plugin.modifiers import (
         AlignmentModifier,
         AttributionModifier,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         recommended_recipe,
     )
     from moe_coverage_plugin.recovery import RecoveryOptions, finetune
-    from moe_coverage_plugin.surgery.loading import load
 
 __all__ = [
     "AlignmentModifier",
@@ -46,11 +46,11 @@ register_modifiers()
 def __getattr__(name: str) -> Any:
     # the compressing half is reached through the package, but a serving environment must not import it
     if name == "load":
-        from moe_coverage_plugin.surgery.loading import load
+        from moe_coverage_plugin.checkpoint.loading import load
 
         return load
     if name in ("load_scores", "save_scores"):
-        from moe_coverage_plugin.core import score_file
+        from moe_coverage_plugin.files import scores as score_file
 
         return getattr(score_file, name)
     if name in ("RecoveryOptions", "finetune"):

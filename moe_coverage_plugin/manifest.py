@@ -105,7 +105,7 @@ class Manifest:
         return sorted({width for widths in self.widths.values() for width in widths})
 
     @property
-    def dead_experts(self) -> dict[str, list[int]]:
+    def removed_experts(self) -> dict[str, list[int]]:
         """Removed experts per layer; layers without any are left out."""
         dead = {name: [e for e, width in enumerate(widths) if width == 0] for name, widths in self.widths.items()}
         return {name: experts for name, experts in dead.items() if experts}
@@ -118,16 +118,16 @@ class Manifest:
         a smaller tensor silently but refuse a larger one, so the value must be smaller than at least one stored width.
         """
         stored = [width for width in self.distinct_widths if width > 0]
-        if self.layout != "ragged" or (len(stored) == 1 and not self.dead_experts):
+        if self.layout != "ragged" or (len(stored) == 1 and not self.removed_experts):
             return stored[0]
         return stored[0] if len(stored) > 1 else max(1, stored[0] // 2)
 
     def to_entry(self) -> dict[str, Any]:
         """The JSON-ready entry, as it will be read, with a checksum over all that is in it.
 
-        ``dead_experts`` is written for readers of the file and derived when read.
+        ``removed_experts`` is written for readers of the file and derived when read.
         """
-        entry = json.loads(json.dumps(asdict(self) | {"dead_experts": self.dead_experts}))
+        entry = json.loads(json.dumps(asdict(self) | {"removed_experts": self.removed_experts}))
         return entry | {CHECKSUM_KEY: checksum(entry)}
 
     @classmethod
@@ -170,6 +170,15 @@ class Manifest:
         """
         config = read_json(Path(path) / "config.json")
         return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)
+
+
+def report_layers(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The figures of each layer in a checkpoint's report, by module path; empty where there are none.
+
+    Releases before 0.2 wrote them under another key.
+    """
+    layers = report.get("layers", report.get("blocks"))
+    return layers if isinstance(layers, Mapping) else {}
 
 
 def checksum(entry: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 vLLM imports their processors of images and videos even where it is to read text alone, so both environments need
 torchvision. Run by hand in each of the two environments in turn; see --help.
 
-    PYTHONPATH=.:tests python -m tests.seeing_models write DIRECTORY     where llm-compressor is
+    PYTHONPATH=. python -m tests.seeing_models write DIRECTORY     where llm-compressor is
     PYTHONPATH=. python -m tests.seeing_models serve DIRECTORY           where vLLM is; on a card with graphs
 
 Both print one JSON object a model. ``serve`` leaves with 1 if an engine failed, or differs from transformers.
@@ -62,11 +62,11 @@ def write(directory: Path, name: str) -> dict[str, Any]:
     # the other environment has no toolkit
     from llmcompressor import oneshot
     from safetensors.torch import save_file
-    from tiny import token_batches
     from transformers import AutoModelForImageTextToText
 
     from moe_coverage_plugin import Manifest, recommended_recipe
     from tests.serving.make_checkpoints import expected
+    from tests.tiny import token_batches
 
     seeing = MODELS[name]
     source, output = directory / "sources" / seeing.family, directory / name
@@ -84,7 +84,7 @@ def write(directory: Path, name: str) -> dict[str, Any]:
 
     manifest = Manifest.from_checkpoint(output)
     assert manifest is not None
-    if not manifest.dead_experts:
+    if not manifest.removed_experts:
         raise AssertionError("no expert died, and some must")
     return {
         "model": name,
@@ -95,7 +95,6 @@ def write(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _make_source(directory: Path, family: str) -> None:
-    from tiny import VOCAB, add_tokenizer, diversify, seeing_config
     from transformers import (
         AutoModelForImageTextToText,
         PreTrainedTokenizerFast,
@@ -103,6 +102,8 @@ def _make_source(directory: Path, family: str) -> None:
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
+
+    from tests.tiny import VOCAB, add_tokenizer, diversify, seeing_config
 
     # engines read how routers normalize, which the class of one family in transformers does without
     config = seeing_config(family, moe_intermediate_size=WIDTH, vocab_size=VOCAB + 64, norm_topk_prob=True)

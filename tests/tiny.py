@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
-from remote_code.modeling_listed_experts import DeepseekConfig, DeepseekForCausalLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.remote_code.modeling_listed_experts import DeepseekConfig, DeepseekForCausalLM
 
 VOCAB = 512
 COMMON = {

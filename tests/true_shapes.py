@@ -3,7 +3,7 @@
 Run by hand, on a machine with a card, in each of the two environments in turn; see --help. ``--scale 4`` is for a try
 on a small machine.
 
-    PYTHONPATH=.:tests python -m tests.true_shapes write DIRECTORY     where llm-compressor is
+    PYTHONPATH=. python -m tests.true_shapes write DIRECTORY     where llm-compressor is
     PYTHONPATH=. python -m tests.true_shapes serve DIRECTORY           where vLLM is
 
 Both print one JSON object a shape. ``serve`` leaves with 1 if an engine failed, or differs from transformers.
@@ -103,11 +103,11 @@ def write(directory: Path, name: str, scale: int, windows: int) -> dict[str, Any
     # the other environment has no toolkit
     from llmcompressor import oneshot
     from safetensors.torch import save_file
-    from tiny import CONFIGS, add_tokenizer, diversify, token_batches
     from transformers import AutoModelForCausalLM
 
     from moe_coverage_plugin import Manifest, recommended_recipe
     from tests.serving.make_checkpoints import expected
+    from tests.tiny import CONFIGS, add_tokenizer, diversify, token_batches
 
     start, shape = time.perf_counter(), SHAPES[name]
     source, output = directory / "sources" / name, directory / name
@@ -150,7 +150,7 @@ def write(directory: Path, name: str, scale: int, windows: int) -> dict[str, Any
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "widths": {"min": min(widths), "mean": sum(widths) / len(widths), "max": max(widths)},
         "experts": len(widths),
-        "dead_experts": widths.count(0),
+        "removed_experts": widths.count(0),
         "bytes_before": before,
         "bytes_after": sum(file.stat().st_size for file in output.glob("*.safetensors")),
         "seconds": {

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.allocation.recipes import DropScope
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.core.live_experts import check_live_experts
+from moe_coverage_plugin.core.kept_experts import check_kept_experts
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.surgery.experts import prune_block
-from moe_coverage_plugin.surgery.router import mask_router
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from moe_coverage_plugin.modeling.router_mask import mask_router
+from moe_coverage_plugin.modeling.slicing import prune_layer
 
 
 def drop_least_used(model: PreTrainedModel, tokens_LE: Tensor, sparsity: float, scope: DropScope) -> None:
@@ -33,10 +33,10 @@ def drop_least_used(model: PreTrainedModel, tokens_LE: Tensor, sparsity: float, 
     kept_PE.scatter_(-1, by_usage_PE[:, : int(tokens_PE.shape[-1] * sparsity)], False)
     kept_LE = kept_PE.reshape(tokens_LE.shape)
 
-    blocks = find_expert_blocks(model)
-    check_live_experts([block.name for block in blocks], [block.top_k for block in blocks], kept_LE)
+    blocks = find_moe_layers(model)
+    check_kept_experts([block.name for block in blocks], [block.top_k for block in blocks], kept_LE)
     for block, kept_E in zip(blocks, kept_LE.tolist(), strict=True):
-        prune_block(block, [torch.arange(width * kept) for width, kept in zip(block.widths, kept_E, strict=True)])
+        prune_layer(block, [torch.arange(width * kept) for width, kept in zip(block.widths, kept_E, strict=True)])
         mask_router(block)
 
 
@@ -49,7 +49,7 @@ def pick(model: PreTrainedModel, count: Callable[[int], int]) -> None:
     Raises:
         CoverageError: a layer has fewer experts.
     """
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         live, top_k = sum(width > 0 for width in block.widths), count(block.top_k)
         if top_k > live:
             raise CoverageError(f"{block.name} has {live} experts and {top_k} are to be picked: pick at most {live}")
@@ -63,7 +63,7 @@ def pick(model: PreTrainedModel, count: Callable[[int], int]) -> None:
 
 def removed(model: PreTrainedModel, original: PreTrainedModel) -> tuple[float, int]:
     """Fraction of the expert channels that is gone, and how many experts are gone whole."""
-    before = [width for block in find_expert_blocks(original) for width in block.widths]
-    after = [width for block in find_expert_blocks(model) for width in block.widths]
+    before = [width for block in find_moe_layers(original) for width in block.widths]
+    after = [width for block in find_moe_layers(model) for width in block.widths]
     # REAP renumbers experts, so only what is left can be counted
     return 1 - sum(after) / sum(before), len(before) - sum(width > 0 for width in after)

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
 IDENTITY = ("model", "table", "name", "sparsity", "bits", "seed", "calibration_sha256", "evaluation_sha256", "dtype")

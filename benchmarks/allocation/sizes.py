@@ -6,7 +6,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks, projections
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
 
 # 16 bit: what checkpoints of this kind are stored in, whatever they are computed in
 BYTES_PER_NUMBER = 2
@@ -33,7 +33,7 @@ def ideal_sparse_bytes(model: PreTrainedModel) -> int:
     """The same, but zero weights of experts take nothing and each weight of an expert one bit of a mask."""
     scheme_of = dict(_quantized_linears(model).values())
     saved_bits = 0
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         for mlp in block.mlps:
             for linear in projections(mlp).values():
                 bits = scheme_of[linear].num_bits if linear in scheme_of else 8 * BYTES_PER_NUMBER

@@ -1,4 +1,4 @@
-"""Turns what the observers of all blocks and ranks have seen into scores."""
+"""Turns what the observers of all layers and ranks have seen into scores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.calibration.gradients import GradientObserver
-from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NllSums
 from moe_coverage_plugin.core.scores import AttributionScores
 
 
 def gather_scores(
-    observers: Sequence[BlockObserver], gradients: Sequence[GradientObserver], layer_loss_L: Tensor | None
+    observers: Sequence[LayerObserver], gradients: Sequence[GradientObserver], layer_loss_L: Tensor | None
 ) -> AttributionScores:
     """Sum the statistics of all observers over all ranks and turn them into scores.
 
@@ -23,7 +23,7 @@ def gather_scores(
         gradients: one for each of ``observers``, or none where no gradient was asked for.
     """
     for observer in observers:
-        assert observer.sums, f"{observer.block.name} saw no batch"
+        assert observer.sums, f"{observer.layer.name} saw no batch"
     sums_L = [sum_over_ranks({name: total.cpu() for name, total in observer.sums.items()}) for observer in observers]
     gradient_sums_L = [sum_over_ranks(gradient.sums) for gradient in gradients]
     # after the exchange, so that all ranks refuse together and none waits for another
@@ -36,15 +36,15 @@ def gather_scores(
         channels = [observer.channel_scores(sums) for observer, sums in zip(observers, sums_L, strict=True)]
     nll = NllSums(*torch.stack([sums["nll_3E"] for sums in gradient_sums_L], dim=1)) if gradients else None
     return AttributionScores(
-        names=[observer.block.name for observer in observers],
-        top_k=[observer.block.top_k for observer in observers],
+        names=[observer.layer.name for observer in observers],
+        top_k=[observer.layer.top_k for observer in observers],
         channel_metric=metric,
         # those of one rank: what `obs` makes of equal sums may differ by a bit between kinds of devices
         channels_LEI=gather_over_ranks(torch.stack(channels))[0],
         first_order_LE=torch.stack([sums["first_order_E"] for sums in sums_L]),
         second_order_LE=torch.stack([sums["second_order_E"] for sums in sums_L]),
         tokens_LE=torch.stack([sums["tokens_E"].long() for sums in sums_L]),
-        gate_sum_LE=torch.stack([sums["gate_sum_E"] for sums in sums_L]),
+        routing_weight_sum_LE=torch.stack([sums["routing_weight_sum_E"] for sums in sums_L]),
         layer_loss_L=layer_loss_L,
         nll_signed_LE=nll.signed if nll else None,
         nll_absolute_LE=nll.absolute if nll else None,

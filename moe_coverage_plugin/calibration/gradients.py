@@ -1,4 +1,4 @@
-"""Collects, for one expert block, what the gradient of the model's loss says about its channels and experts."""
+"""Collects, for one MoE layer, what the gradient of the model's loss says about its channels and experts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from compressed_tensors.offload import get_execution_device
 from compressed_tensors.utils import align_module_device
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, projections, uniform_shape
-from moe_coverage_plugin.calibration.routing import Routing
-from moe_coverage_plugin.calibration.traced_experts import ExpertTrace
+from moe_coverage_plugin.core.attribution import ChannelMetric, segment_sums
 from moe_coverage_plugin.core.gradients import (
     NllSums,
     activation_gradient_terms,
@@ -24,41 +22,43 @@ from moe_coverage_plugin.core.gradients import (
     products,
     snip_scores,
 )
-from moe_coverage_plugin.core.interactions import interaction_terms, obs_scores
-from moe_coverage_plugin.core.statistics import ChannelMetric, segment_sums
+from moe_coverage_plugin.core.obs import interaction_terms, obs_scores
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
+from moe_coverage_plugin.modeling.routing import Routing
 
 
 def obs_bytes(experts: int, channels: int) -> int:
-    """CPU memory that ``obs`` takes for a block of a model in 32 or 16 bit."""
+    """CPU memory that ``obs`` takes for a layer of a model in 32 or 16 bit."""
     return 2 * 4 * experts * channels**2
 
 
 class GradientObserver:
-    """Running sums of one block over the gradients at its experts.
+    """Running sums of one layer over the gradients at its experts.
 
     Remembers the values that the experts computed, and adds to its sums when their gradients arrive. For ``obs`` they
-    are two matrices of every expert, ``2 * E * I * I * 4`` bytes of CPU memory for each block until the pass ends:
+    are two matrices of every expert, ``2 * E * I * I * 4`` bytes of CPU memory for each layer until the pass ends:
     29 GB for 48 layers of 128 experts with 768 channels. Float64 models take twice that.
     """
 
-    def __init__(self, block: ExpertBlock, metric: ChannelMetric):
-        self.block = block
+    def __init__(self, layer: MoELayer, metric: ChannelMetric):
+        self.layer = layer
         self.metric: ChannelMetric = metric
-        experts, channels = uniform_shape([block])
+        experts, channels = uniform_shape([layer])
         # the paper's metrics look at every projection, ours at the input of down_proj
-        every = list(projections(block.mlps[0]))
+        every = list(projections(layer.mlps[0]))
         self._projections = every if metric in ("gradient", "activation_gradient", "snip") else ["down_proj"]
         self.sums = {"nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64)}
         if metric == "obs":
             self.sums |= self._no_interactions(experts, channels)
         else:
-            self.sums["gradient_PEI"] = torch.zeros(len(self._projections), experts, channels, dtype=torch.float64)
+            self.sums["gradient_UEI"] = torch.zeros(len(self._projections), experts, channels, dtype=torch.float64)
         self._batch: dict[str, Tensor] = {}
         self._output_grad_MH: Tensor | None = None
 
     def _no_interactions(self, experts: int, channels: int) -> dict[str, Tensor]:
         # on every rank alike, also on one that no gradient reaches: ranks add these up
-        dtype = torch.promote_types(projections(self.block.mlps[0])["down_proj"].weight.dtype, torch.float32)
+        dtype = torch.promote_types(projections(self.layer.mlps[0])["down_proj"].weight.dtype, torch.float32)
         return {
             "gram_EII": torch.zeros(experts, channels, channels, dtype=dtype),
             "curvature_EII": torch.zeros(experts, channels, channels, dtype=dtype),
@@ -75,7 +75,7 @@ class GradientObserver:
             trace.z_MH.register_hook(self._on_output_grad)
         trace.a_MI.register_hook(partial(self._on_activation_grad, lengths_E, trace.a_MI.detach()))
         if self.metric == "obs":
-            routing = replace(trace.routing, gates_M=trace.routing.gates_M.detach())
+            routing = replace(trace.routing, routing_weights_M=trace.routing.routing_weights_M.detach())
             trace.a_MI.register_hook(partial(self._on_interactions, routing, trace.a_MI.detach()))
         for name, value_MI in (("gate_proj", trace.gate_MI), ("up_proj", trace.up_MI)):
             if name in self._projections and value_MI is not None:
@@ -84,7 +84,7 @@ class GradientObserver:
 
     @property
     def _has_bias(self) -> bool:
-        return projections(self.block.mlps[0])["down_proj"].bias is not None
+        return projections(self.layer.mlps[0])["down_proj"].bias is not None
 
     def _on_output_grad(self, grad_MH: Tensor) -> None:
         self._output_grad_MH = grad_MH
@@ -109,12 +109,12 @@ class GradientObserver:
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
 
     def _on_interactions(self, routing: Routing, a_MI: Tensor, grad_MI: Tensor) -> None:
-        """Add to the matrices at once: those of all blocks for one batch would not fit where the experts compute."""
+        """Add to the matrices at once: those of all layers for one batch would not fit where the experts compute."""
         lengths = routing.real_lengths_E.tolist()
-        rows = (routing.real(rows_M).split(lengths) for rows_M in (a_MI, routing.gates_M, grad_MI))
-        for index, (a_NI, gate_N, grad_NI) in enumerate(zip(*rows, strict=True)):
-            if gate_N.numel():
-                terms = interaction_terms(a_NI, gate_N, grad_NI)
+        rows = (routing.real(rows_M).split(lengths) for rows_M in (a_MI, routing.routing_weights_M, grad_MI))
+        for index, (a_MI, routing_weight_M, grad_MI) in enumerate(zip(*rows, strict=True)):
+            if routing_weight_M.numel():
+                terms = interaction_terms(a_MI, routing_weight_M, grad_MI)
                 self.sums["gram_EII"][index] += terms.gram_II.cpu()
                 self.sums["curvature_EII"][index] += terms.curvature_II.cpu()
         self.sums["tokens_E"] += routing.real_lengths_E.cpu()
@@ -133,17 +133,17 @@ class GradientObserver:
     def _bias_part(self, output_grad_MH: Tensor, lengths_E: Tensor) -> Tensor:
         """``<dNLL/dz, bias>`` of every row."""
         parts = []
-        for mlp, grad_NH in zip(self.block.mlps, output_grad_MH.split(lengths_E.tolist()), strict=True):
+        for mlp, grad_MH in zip(self.layer.mlps, output_grad_MH.split(lengths_E.tolist()), strict=True):
             with align_module_device(linear := projections(mlp)["down_proj"]):
-                parts.append(grad_NH.double() @ linear.bias.detach().double())
+                parts.append(grad_MH.double() @ linear.bias.detach().double())
         return torch.cat(parts)
 
-    def _snip(self, name: str, input_MA: Tensor, grad_MB: Tensor, lengths_E: Tensor) -> Tensor:
+    def _snip(self, name: str, input_MA: Tensor, grad_MO: Tensor, lengths_E: Tensor) -> Tensor:
         scores = []
-        rows = zip(self.block.mlps, input_MA.split(lengths_E.tolist()), grad_MB.split(lengths_E.tolist()), strict=True)
-        for mlp, input_NA, grad_NB in rows:
+        rows = zip(self.layer.mlps, input_MA.split(lengths_E.tolist()), grad_MO.split(lengths_E.tolist()), strict=True)
+        for mlp, input_MA, grad_MO in rows:
             with align_module_device(linear := projections(mlp)[name]):
-                scores.append(snip_scores(linear.weight, input_NA, grad_NB, channel_dim=int(name == "down_proj")))
+                scores.append(snip_scores(linear.weight, input_MA, grad_MO, channel_dim=int(name == "down_proj")))
         return torch.stack(scores)
 
     def end_batch(self, predicted: bool) -> None:
@@ -152,16 +152,16 @@ class GradientObserver:
         Args:
             predicted: the loss of the batch is of any token, so that it has a gradient at the experts.
         """
-        assert not predicted or "nll" in self._batch, f"no gradient of the loss arrived at {self.block.name}"
+        assert not predicted or "nll" in self._batch, f"no gradient of the loss arrived at {self.layer.name}"
         for name, sums in self._batch.items():
-            place = self.sums["nll_3E"] if name == "nll" else self.sums["gradient_PEI"][self._projections.index(name)]
+            place = self.sums["nll_3E"] if name == "nll" else self.sums["gradient_UEI"][self._projections.index(name)]
             place += sums.cpu()
         self._batch = {}
 
     def channel_scores(self, sums: Mapping[str, Tensor]) -> Tensor:
         """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks."""
         if self.metric != "obs":
-            return finalize_gradient_scores(self.metric, sums["gradient_PEI"])
-        device = get_execution_device(projections(self.block.mlps[0])["down_proj"])
+            return finalize_gradient_scores(self.metric, sums["gradient_UEI"])
+        device = get_execution_device(projections(self.layer.mlps[0])["down_proj"])
         tokens_E11 = sums["tokens_E"].clamp(min=1)[:, None, None]
         return obs_scores(sums["gram_EII"].to(device) / tokens_E11.to(device), sums["curvature_EII"]).cpu()

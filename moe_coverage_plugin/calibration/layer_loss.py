@@ -14,14 +14,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
 from moe_coverage_plugin.calibration.next_token import check_loss, next_token_loss
-from moe_coverage_plugin.calibration.traced_experts import traced_experts
+from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
 
 @torch.no_grad()
 def layer_loss_rise(
-    model: PreTrainedModel, blocks: Sequence[ExpertBlock], batches: Sequence[Mapping[str, Tensor]], noise: float
+    model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Mapping[str, Tensor]], noise: float
 ) -> Tensor:
     """Rise of the mean next-token loss when the output of each MoE layer is scaled by ``1 - noise`` (paper, ALA).
 
@@ -37,7 +37,7 @@ def layer_loss_rise(
     Raises:
         CoverageError: the loss is not finite.
     """
-    progress = tqdm(total=(len(blocks) + 1) * len(batches), desc="Layer importance")
+    progress = tqdm(total=(len(layers) + 1) * len(batches), desc="Layer importance")
 
     def mean_loss() -> Tensor:
         sums = {"loss": torch.zeros((), dtype=torch.float64), "tokens": torch.zeros((), dtype=torch.float64)}
@@ -54,12 +54,12 @@ def layer_loss_rise(
     with ExitStack() as stack:
         for context in (progress, disable_cache(model), eval_context(model)):
             stack.enter_context(context)
-        for block in blocks:
-            stack.enter_context(traced_experts(block, observe=None, real_tokens=lambda _tokens: None))
+        for layer in layers:
+            stack.enter_context(grouped_experts(layer, observe=None, real_tokens=lambda _tokens: None))
         base = mean_loss()
         faded = []
-        for block in blocks:
-            with _scaled_output(block.moe, 1.0 - noise):
+        for layer in layers:
+            with _scaled_output(layer.moe, 1.0 - noise):
                 faded.append(mean_loss())
     return torch.stack(faded) - base
 

@@ -99,15 +99,15 @@ def check_loss(loss: Tensor) -> None:
 @torch.no_grad()
 def loss_gradient(logits_BSV: Tensor, targets_BS: Tensor) -> LossGradient:
     """Loss and ``softmax(logits) - one_hot(target)``, in pieces: float32 logits of a whole batch would not fit."""
-    logits_PV, targets_P = logits_BSV.detach().flatten(0, 1), targets_BS.to(logits_BSV.device).flatten()
-    grad_PV = torch.zeros_like(logits_PV)
-    loss = torch.zeros((), dtype=torch.float64, device=logits_PV.device)
-    predicted_P = (targets_P != IGNORED).nonzero().flatten()
-    for chunk in predicted_P.split(CHUNK_POSITIONS):
-        log_probs = torch.log_softmax(logits_PV[chunk].to(torch.promote_types(logits_PV.dtype, torch.float32)), -1)
-        target = targets_P[chunk, None]
+    logits_TV, targets_T = logits_BSV.detach().flatten(0, 1), targets_BS.to(logits_BSV.device).flatten()
+    grad_TV = torch.zeros_like(logits_TV)
+    loss = torch.zeros((), dtype=torch.float64, device=logits_TV.device)
+    predicted_T = (targets_T != IGNORED).nonzero().flatten()
+    for chunk in predicted_T.split(CHUNK_POSITIONS):
+        log_probs = torch.log_softmax(logits_TV[chunk].to(torch.promote_types(logits_TV.dtype, torch.float32)), -1)
+        target = targets_T[chunk, None]
         loss -= log_probs.gather(-1, target).double().sum()
         probs = log_probs.exp_()
         probs.scatter_add_(-1, target, -torch.ones_like(target, dtype=probs.dtype))
-        grad_PV[chunk] = probs.to(grad_PV.dtype)
-    return LossGradient(loss, predicted_P.numel(), grad_PV.reshape(logits_BSV.shape))
+        grad_TV[chunk] = probs.to(grad_TV.dtype)
+    return LossGradient(loss, predicted_T.numel(), grad_TV.reshape(logits_BSV.shape))

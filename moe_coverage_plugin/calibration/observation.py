@@ -1,7 +1,7 @@
 """The pass over the calibration set: forward, and where gradients are asked for, backward.
 
 The toolkit's own passes run experts one by one, under eager attention, without gradients and without the model's head,
-and run every layer twice. This one runs the model as it is, each block's experts at once. Where gradients are asked
+and run every layer twice. This one runs the model as it is, each layer's experts at once. Where gradients are asked
 for, weights are frozen and only activations get them, those of one decoder layer at a time: its input is kept, and the
 rest computed a second time.
 """
@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.next_token import check_loss, loss_gradient, model_inputs, next_tokens
-from moe_coverage_plugin.calibration.observer import BlockObserver
-from moe_coverage_plugin.calibration.traced_experts import ExpertTrace, replaced_forward, traced_experts
+from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
 Batch = Mapping[str, Tensor]
 
@@ -36,10 +36,10 @@ Batch = Mapping[str, Tensor]
 def observe_batches(
     model: PreTrainedModel,
     batches: Sequence[Batch],
-    observers: Sequence[BlockObserver],
+    observers: Sequence[LayerObserver],
     gradients: Sequence[GradientObserver],
 ) -> None:
-    """Run every batch through the model and show observers what the experts of each block compute.
+    """Run every batch through the model and show observers what the experts of each layer compute.
 
     With ``gradients``, each decoder layer runs twice: without gradients, where ``observers`` look, then with them,
     when the backward pass arrives at it, where ``gradients`` look.
@@ -58,11 +58,11 @@ def observe_batches(
         stack.enter_context(eval_context(model))
         for index, observer in enumerate(observers):
             show = partial(_show, observer, gradients[index] if gradients else None)
-            stack.enter_context(traced_experts(observer.block, show, padding.real_tokens))
-            handle = observer.block.moe.register_forward_hook(_without_grad(observer.on_output))
+            stack.enter_context(grouped_experts(observer.layer, show, padding.real_tokens))
+            handle = observer.layer.moe.register_forward_hook(_without_grad(observer.on_output))
             stack.callback(handle.remove)
         if gradients:
-            stack.enter_context(_differentiable(model, [observer.block for observer in observers]))
+            stack.enter_context(_differentiable(model, [observer.layer for observer in observers]))
         else:
             stack.enter_context(disable_lm_head(model))
         idle = 0
@@ -93,7 +93,7 @@ class _Padding:
         return self._real_T
 
 
-def _show(observer: BlockObserver, gradient: GradientObserver | None, trace: ExpertTrace) -> None:
+def _show(observer: LayerObserver, gradient: GradientObserver | None, trace: ExpertTrace) -> None:
     if not torch.is_grad_enabled():
         observer.observe(trace)
     elif gradient is not None:
@@ -128,7 +128,7 @@ def _backward(model: PreTrainedModel, batch: Batch) -> int:
 
 
 @contextmanager
-def _differentiable(model: PreTrainedModel, blocks: Sequence[ExpertBlock]) -> Iterator[None]:
+def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Iterator[None]:
     """Gradients for activations from the embeddings on, none for weights, one layer's graph at a time."""
 
     def begin(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _differentiable(model: PreTrainedModel, blocks: Sequence[ExpertBlock]) -> It
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
-        for layer in _decoder_layers(model, blocks):
+        for layer in _decoder_layers(model, layers):
             stack.enter_context(replaced_forward(layer, partial(_recomputed, layer.forward)))
         yield
 
@@ -152,11 +152,11 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
 
 
-def _decoder_layers(model: Module, blocks: Sequence[ExpertBlock]) -> list[Module]:
-    """All layers of the lists that hold the expert blocks, dense ones too."""
+def _decoder_layers(model: Module, layers: Sequence[MoELayer]) -> list[Module]:
+    """All layers of the lists that hold the MoE layers, dense ones too."""
     lists: dict[str, ModuleList] = {}
-    for block in blocks:
-        path = block.name.split(".")
+    for layer in layers:
+        path = layer.name.split(".")
         for depth in range(1, len(path)):
             name = ".".join(path[:depth])
             if isinstance(module := model.get_submodule(name), ModuleList):

@@ -1,4 +1,4 @@
-"""Collects the statistics of one expert block that need no gradient, over routed and real tokens only."""
+"""Collects the statistics of one MoE layer that need no gradient, over routed and real tokens only."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from llmcompressor.modeling.moe.linear_experts import ExpertMLP
 from torch import Tensor
 from torch.nn import Module
 
-from moe_coverage_plugin.calibration.expert_blocks import PROJECTIONS, ExpertBlock
-from moe_coverage_plugin.calibration.traced_experts import ExpertTrace
-from moe_coverage_plugin.core.gradients import GRADIENT_METRICS
-from moe_coverage_plugin.core.ragged import ExpertWeights
-from moe_coverage_plugin.core.statistics import (
+from moe_coverage_plugin.core.attribution import (
     ChannelMetric,
     expert_contributions,
     finalize_channel_scores,
     segment_sums,
     squares,
 )
+from moe_coverage_plugin.core.gradients import GRADIENT_METRICS
+from moe_coverage_plugin.core.ragged import ExpertWeights
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
 
-class BlockObserver:
-    """Running sums of one block: tokens and routing weights, squares of channels, contributions of experts.
+class LayerObserver:
+    """Running sums of one layer: tokens and routing weights, squares of channels, contributions of experts.
 
-    Within a batch :meth:`observe` sees what the experts computed, then :meth:`on_output` the block's answer.
+    Within a batch :meth:`observe` sees what the experts computed, then :meth:`on_output` the layer's answer.
     """
 
-    def __init__(self, block: ExpertBlock, metric: ChannelMetric, ema: float | None):
+    def __init__(self, layer: MoELayer, metric: ChannelMetric, ema: float | None):
         """
         Args:
             metric: the sums that a gradient metric needs are not this observer's.
             ema: decay of an exponential moving average of the batch sums; ``None`` adds them.
         """
-        self.block = block
+        self.layer = layer
         self.metric: ChannelMetric = metric
         self.ema = ema
         self.sums: dict[str, Tensor] = {}
@@ -48,10 +49,10 @@ class BlockObserver:
         """What the experts computed for a batch."""
         routing = trace.routing
         self._trace = trace
-        gates_M = routing.real(routing.gates_M)
+        routing_weights_M = routing.real(routing.routing_weights_M)
         self._batch = {
             "tokens_E": routing.real_lengths_E.double(),
-            "gate_sum_E": segment_sums(gates_M, routing.real_lengths_E),
+            "routing_weight_sum_E": segment_sums(routing_weights_M, routing.real_lengths_E),
         }
         if self.metric not in GRADIENT_METRICS:
             self._batch["channel_sums_EI"] = segment_sums(squares(routing.real(trace.a_MI)), routing.real_lengths_E)
@@ -59,13 +60,13 @@ class BlockObserver:
             self._batch["input_sums_EH"] = segment_sums(squares(routing.real(trace.x_MH)), routing.real_lengths_E)
 
     def on_output(self, _module: Module, _args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """Forward hook of the whole block: its output ``y`` completes the batch."""
+        """Forward hook of the whole layer: its output ``y`` completes the batch."""
         y = output[0] if isinstance(output, tuple) else output
         y_TH = y.detach().reshape(-1, y.shape[-1])
         assert self._trace is not None
         routing, z_MH = self._trace.routing, self._trace.z_MH
         contributions = expert_contributions(
-            routing.real(z_MH), routing.real(routing.gates_M), y_TH, routing.real(routing.tokens_M)
+            routing.real(z_MH), routing.real(routing.routing_weights_M), y_TH, routing.real(routing.tokens_M)
         )
         self._batch["first_order_E"] = segment_sums(contributions.first_order_M, routing.real_lengths_E)
         self._batch["second_order_E"] = segment_sums(contributions.second_order_M, routing.real_lengths_E)
@@ -75,10 +76,10 @@ class BlockObserver:
         """Add what the batch brought.
 
         Raises:
-            CoverageError: activations that are no numbers, naming the block and its first such expert.
+            CoverageError: activations that are no numbers, naming the layer and its first such expert.
         """
         sums, self._batch = self._batch, {}
-        assert sums, f"{self.block.name} saw no batch"
+        assert sums, f"{self.layer.name} saw no batch"
         self.check_finite(sums)
         reached_E = sums["tokens_E"] > 0
         if not self.sums:
@@ -86,7 +87,7 @@ class BlockObserver:
         seen_E = self.sums["tokens_E"] > 0
         for name, batch in sums.items():
             total = self.sums[name]
-            if self.ema is None or name in ("tokens_E", "gate_sum_E"):
+            if self.ema is None or name in ("tokens_E", "routing_weight_sum_E"):
                 total += batch
                 continue
             averaged = torch.where(_like(seen_E, batch), self.ema * total + (1 - self.ema) * batch, batch)
@@ -96,12 +97,12 @@ class BlockObserver:
         """Refuse sums over activations that are no numbers.
 
         Raises:
-            CoverageError: naming the block and its first such expert.
+            CoverageError: naming the layer and its first such expert.
         """
         for name in ("channel_sums_EI", "second_order_E"):
             if name in sums and not bool(torch.isfinite(sums[name]).all()):
-                bad_E = ~torch.isfinite(sums[name]).reshape(self.block.num_experts, -1).all(-1)
-                raise non_finite_activations(f"{self.block.name} expert {int(bad_E.nonzero()[0])}")
+                bad_E = ~torch.isfinite(sums[name]).reshape(self.layer.num_experts, -1).all(-1)
+                raise non_finite_activations(f"{self.layer.name} expert {int(bad_E.nonzero()[0])}")
 
     def channel_scores(self, sums: dict[str, Tensor]) -> Tensor:
         """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks."""
@@ -114,7 +115,7 @@ class BlockObserver:
                     expert_weights(mlp) if self.metric != "activation" else None,
                     inputs_EH[index] if inputs_EH is not None else None,
                 )
-                for index, mlp in enumerate(self.block.mlps)
+                for index, mlp in enumerate(self.layer.mlps)
             ]
         )
 

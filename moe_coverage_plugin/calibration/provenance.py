@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from compressed_tensors.utils import align_module_device
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, uniform_shape
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, uniform_shape
 
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
 
@@ -24,14 +24,14 @@ def environment() -> dict[str, Any]:
     return {"torch_seed": torch.initial_seed(), "versions": {package: version(package) for package in PACKAGES}}
 
 
-def routers_hash(blocks: Sequence[ExpertBlock]) -> str:
+def routers_hash(layers: Sequence[MoELayer]) -> str:
     """Hash of the routers' weights, which tells models of one shape apart; the same in 16 and in 32 bit."""
     digest = hashlib.sha256()
-    for block in blocks:
-        for module in block.router.modules():
+    for layer in layers:
+        for module in layer.router.modules():
             with align_module_device(module):
                 for name, parameter in module.named_parameters(recurse=False):
-                    digest.update(f"{block.name} {name}".encode())
+                    digest.update(f"{layer.name} {name}".encode())
                     # a view as integers: NumPy has no bfloat16
                     weights = parameter.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
                     digest.update(weights.numpy().tobytes())
@@ -39,27 +39,27 @@ def routers_hash(blocks: Sequence[ExpertBlock]) -> str:
 
 
 def check_scores(
-    path: str, scores: AttributionScores, provenance: Mapping[str, Any], blocks: Sequence[ExpertBlock]
+    path: str, scores: AttributionScores, provenance: Mapping[str, Any], layers: Sequence[MoELayer]
 ) -> None:
     """Refuse kept scores that were not measured on these experts.
 
     Raises:
         CoverageError: other layers, another shape, or another model.
     """
-    names = [block.name for block in blocks]
+    names = [layer.name for layer in layers]
     if scores.names != names:
         differing = sorted(set(scores.names) ^ set(names)) or names
         raise CoverageError(
-            f"{path} scores other expert blocks than the model has ({len(scores.names)} and {len(names)}, one of "
+            f"{path} scores other MoE layers than the model has ({len(scores.names)} and {len(names)}, one of "
             f"them {differing[0]}): measure this model, or ignore the same layers as the run that wrote the file"
         )
-    shape = (len(names), *uniform_shape(blocks))
+    shape = (len(names), *uniform_shape(layers))
     if tuple(scores.channels_LEI.shape) != shape:
         raise CoverageError(
             f"{path} scores {list(scores.channels_LEI.shape)} layers, experts and channels, the model has "
             f"{list(shape)}: measure this model"
         )
-    if provenance.get("routers_sha256") != routers_hash(blocks):
+    if provenance.get("routers_sha256") != routers_hash(layers):
         raise CoverageError(
             f"{path} was measured on another model ({provenance.get('model')}): its routers differ from these, "
             "measure this model"

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json
-from moe_coverage_plugin.weight_files import open_weights, weight_files
+from moe_coverage_plugin.files.weights import open_weights, weight_files
+from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json, report_layers
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -39,7 +39,7 @@ class Checkpoint:
         config: ``config.json``, or the part of it that describes the language model.
         quantization: ``quantization_config``; empty where there is none.
         tensors: headers of all weight files, by tensor name.
-        report: of the blocks in ``moe_coverage_report.json``; empty where there is no report that fits.
+        report: of the layers in ``moe_coverage_report.json``; empty where there is no report that fits.
         plan: the report's notes of the plan.
         remarks: what the user should know about the files, in words.
     """
@@ -121,8 +121,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     remarks: list[str] = []
     if "auto_map" in config:
         remarks.append("config.json names Python files as the model's code (auto_map), none of which was run")
-    blocks, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
-    return Checkpoint(directory, text_config, quantization, manifest, tensors, blocks, plan, remarks)
+    layers, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
+    return Checkpoint(directory, text_config, quantization, manifest, tensors, layers, plan, remarks)
 
 
 def _read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -138,28 +138,27 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 def _read_report(
     path: Path, manifest: Manifest, remarks: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Blocks and plan of a report that fits the widths; what is wrong with another goes among the remarks."""
+    """Layers and plan of a report that fits the widths; what is wrong with another goes among the remarks."""
     if not path.is_file():
         remarks.append(f"no {REPORT_NAME}, so coverage and calibration tokens are unknown")
         return {}, {}
     try:
         report = read_json(path)
-        blocks = report.get("blocks")
-        fits = isinstance(blocks, dict) and all(_fits(blocks[name], manifest.widths.get(name)) for name in blocks)
+        layers = report_layers(report)
+        fits = bool(layers) and all(_fits(layers[name], manifest.widths.get(name)) for name in layers)
     except CoverageError as error:
         remarks.append(f"{error}, so coverage and calibration tokens are unknown")
         return {}, {}
     if not fits:
         remarks.append(f"{REPORT_NAME} is damaged or of another checkpoint, and was left out")
         return {}, {}
-    assert isinstance(blocks, dict)
     plan = report.get("plan")
-    return blocks, plan if isinstance(plan, dict) else {}
+    return dict(layers), plan if isinstance(plan, dict) else {}
 
 
-def _fits(block: Any, widths: list[int] | None) -> bool:
-    if not isinstance(block, dict) or widths is None or block.get("widths") != widths:
+def _fits(layer: Any, widths: list[int] | None) -> bool:
+    if not isinstance(layer, dict) or widths is None or layer.get("widths") != widths:
         return False
-    tokens, coverage = block.get("tokens"), block.get("coverage")
+    tokens, coverage = layer.get("tokens"), layer.get("coverage")
     counts = isinstance(tokens, list) and len(tokens) == len(widths) and all(type(count) is int for count in tokens)
     return counts and type(coverage) is float

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.cli.checkpoint import Checkpoint
-from moe_coverage_plugin.core.score_file import load_scores
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME, CoverageError
 from moe_coverage_plugin.report.view import PlanView
 

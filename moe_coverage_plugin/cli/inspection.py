@@ -11,8 +11,8 @@ from typing import Any
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
 from moe_coverage_plugin.cli.split_layers import parallel_shape
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.parallelism import degrees, imbalance
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 HEADERS = (
     *("layer", "channels", "kept", "coverage", "live", "removed", "narrowest", "mean", "widest"),

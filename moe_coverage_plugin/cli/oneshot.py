@@ -19,14 +19,14 @@ from llmcompressor.utils.dev import load_context
 from loguru import logger
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
+from moe_coverage_plugin.checkpoint.loading import load
+from moe_coverage_plugin.checkpoint.saving import PruningRecord, check_output
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+from moe_coverage_plugin.modeling.lazy_modules import forget_lazy_modules
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.recipe_files import recipe_path
 from moe_coverage_plugin.recovery.text import IDS, pack
-from moe_coverage_plugin.surgery.checkpoint import PruningRecord, check_output
-from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
-from moe_coverage_plugin.surgery.loading import load
 
 LONGEST = 2048
 OFFLOAD = "auto_offload"

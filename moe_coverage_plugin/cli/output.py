@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 
 if TYPE_CHECKING:
     from moe_coverage_plugin.report.view import PlanView

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.core.alignment import Alignment, align_blocks, align_widths
-from moe_coverage_plugin.core.live_experts import check_live_experts
+from moe_coverage_plugin.core.kept_experts import check_kept_experts
 from moe_coverage_plugin.core.planning import CoveragePlan, CoverageStrategy, plan_widths
-from moe_coverage_plugin.core.score_file import load_scores
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.report.view import PlanView
 
@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> None:
     scores, provenance = load_scores(arguments.scores)
     plan = plan_widths(scores, arguments.sparsity, strategy)
     aligned = _align(arguments, strategy, scores, plan.widths_LE)
-    check_live_experts(scores.names, scores.top_k, aligned.widths_LE)
+    check_kept_experts(scores.names, scores.top_k, aligned.widths_LE)
     settings = _settings(arguments, strategy)
     facts = {name: str(value) for name, value in settings.items()} | output.provenance_facts(provenance)
     view = PlanView(

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from moe_coverage_plugin.cli.checkpoint import EXPERT, Checkpoint
+from moe_coverage_plugin.files.weights import open_weights
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.parallelism import ParallelShape, SplitLayer
-from moe_coverage_plugin.weight_files import open_weights
 
 SPLIT_BY_INPUT = re.compile(r"\.(o_proj|down_proj|w2)\.(weight|weight_packed)$")
 

@@ -130,8 +130,8 @@ def align_blocks(
     assert before_LE.shape == scores_LEI.shape[:-1]
 
     # [L, E, blocks]: what each block of an expert adds
-    blocks_LEB = sort_descending(scores_LEI).unflatten(-1, (-1, block_size)).sum(-1)
-    first_LE = blocks_LEB[..., 0]
+    blocks_LEJ = sort_descending(scores_LEI).unflatten(-1, (-1, block_size)).sum(-1)
+    first_LE = blocks_LEJ[..., 0]
     reserved_LE = torch.zeros_like(first_LE, dtype=torch.bool)
     for layer, (live, groups) in enumerate(zip(live_L, groups_L or [1] * layers, strict=True)):
         best_GE = torch.sort(first_LE[layer].unflatten(0, (groups, -1)), descending=True, stable=True).indices
@@ -139,28 +139,28 @@ def align_blocks(
 
     # across layers the model is one problem, otherwise each layer is one
     problems = 1 if across_layers else layers
-    blocks_PEB, reserved_PE = (
-        blocks_LEB.reshape(problems, -1, channels // block_size),
+    blocks_GEJ, reserved_GE = (
+        blocks_LEJ.reshape(problems, -1, channels // block_size),
         reserved_LE.reshape(problems, -1),
     )
-    budgets_P = (before_LE.reshape(problems, -1).sum(-1) // block_size).tolist()
-    counts_PE = [_best_blocks(*problem) for problem in zip(blocks_PEB, reserved_PE, budgets_P, strict=True)]
-    aligned_LE = torch.stack(counts_PE).reshape(layers, experts) * block_size
+    budgets_G = (before_LE.reshape(problems, -1).sum(-1) // block_size).tolist()
+    counts_GE = [_best_blocks(*problem) for problem in zip(blocks_GEJ, reserved_GE, budgets_G, strict=True)]
+    aligned_LE = torch.stack(counts_GE).reshape(layers, experts) * block_size
     dropped = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
     unspent = int(before_LE.sum() - aligned_LE.sum())
     return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in dropped])
 
 
-def _best_blocks(blocks_EB: Tensor, reserved_E: Tensor, budget: int) -> Tensor:
+def _best_blocks(blocks_EJ: Tensor, reserved_E: Tensor, budget: int) -> Tensor:
     """How many blocks each expert keeps when reserved experts keep at least one."""
     needed = int(reserved_E.sum())
     if budget < needed:
         raise CoverageError(
             f"{budget} blocks are too few for {needed} experts that routers need: lower sparsity or block_size"
         )
-    blocks_EB = blocks_EB.clone()
-    blocks_EB[reserved_E, 0] = torch.inf
-    return count_smallest(-blocks_EB, budget)
+    blocks_EJ = blocks_EJ.clone()
+    blocks_EJ[reserved_E, 0] = torch.inf
+    return count_smallest(-blocks_EJ, budget)
 
 
 def check_alignment(block_size: int, min_width: int, channels: int) -> None:

@@ -7,7 +7,7 @@ The loss is the sum of the next-token losses of all calibration tokens, ``NLL``.
 
 estimates the diagonal of the Fisher information of ``m``, and with it the rise of the loss, up to one constant for the
 whole model, when the channel is removed: tokens' contributions cannot cancel, and scores of different layers share one
-unit. ``obs`` is the same for an expert whose other channels take over (:mod:`~moe_coverage_plugin.core.interactions`).
+unit. ``obs`` is the same for an expert whose other channels take over (:mod:`~moe_coverage_plugin.core.obs`).
 The other metrics are the paper's. Each averages over the projections of an expert, where the values of a channel
 ``v`` are the outputs of ``gate_proj`` and ``up_proj`` and the input ``A`` of ``down_proj``:
 
@@ -28,7 +28,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
+from moe_coverage_plugin.core.attribution import ChannelMetric, ExpertImportance
 
 GRADIENT_METRICS = ("gradient", "activation_gradient", "snip", "fisher", "obs")
 NLL_IMPORTANCES = ("nll_signed", "nll_absolute", "nll_squared")
@@ -65,16 +65,16 @@ def gradient_terms(grad_MI: Tensor) -> Tensor:
     return _wide(grad_MI).square()
 
 
-def snip_scores(weight_OI: Tensor, input_NI: Tensor, grad_NO: Tensor, channel_dim: int) -> Tensor:
+def snip_scores(weight_OI: Tensor, input_MI: Tensor, grad_MO: Tensor, channel_dim: int) -> Tensor:
     """``sum |W * dNLL/dW|`` of one expert over the weights that each channel owns, in one batch, float64.
 
     Args:
         weight_OI: a projection, ``[out, in]``.
-        input_NI: what it was given for the expert's tokens.
-        grad_NO: gradient at its output.
+        input_MI: what it was given for the expert's tokens.
+        grad_MO: gradient at its output.
         channel_dim: 0 where channels are outputs (``gate_proj``, ``up_proj``), 1 where they are inputs.
     """
-    weight_grad_OI = _wide(grad_NO).T @ _wide(input_NI)
+    weight_grad_OI = _wide(grad_MO).T @ _wide(input_MI)
     return (_wide(weight_OI) * weight_grad_OI).abs().sum(1 - channel_dim, dtype=torch.float64)
 
 
@@ -84,14 +84,14 @@ def nll_terms(u_M: Tensor) -> NllSums:
     return NllSums(-u_M, u_M.abs(), u_M.square())
 
 
-def finalize_gradient_scores(metric: ChannelMetric, sums_PEI: Tensor) -> Tensor:
+def finalize_gradient_scores(metric: ChannelMetric, sums_UEI: Tensor) -> Tensor:
     """Channel scores ``[E, I]`` from the sums at each projection (one for ``fisher``), added over batches.
 
     Not for ``obs``, whose sums are matrices.
     """
     assert metric in GRADIENT_METRICS
     assert metric != "obs"
-    return (sums_PEI.sqrt() if metric == "gradient" else sums_PEI).mean(0)
+    return (sums_UEI.sqrt() if metric == "gradient" else sums_UEI).mean(0)
 
 
 def _wide(x: Tensor) -> Tensor:

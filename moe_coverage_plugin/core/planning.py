@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget, expert_widths, layer_budgets
+from moe_coverage_plugin.core.attribution import ExpertImportance
 from moe_coverage_plugin.core.checks import require_non_negative
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.core.smoothing import Smoothing, smooth
-from moe_coverage_plugin.core.statistics import ExpertImportance
 from moe_coverage_plugin.manifest import CoverageError
 
 Scope = Literal["layers", "global"]
@@ -116,9 +116,9 @@ def _expert_prior(scores: AttributionScores, strategy: CoverageStrategy) -> Tens
         case "usage":
             return scores.tokens_LE.double()
         case "router_weight":
-            return scores.gate_sum_LE
+            return scores.routing_weight_sum_LE
         case _:
-            return torch.ones_like(scores.gate_sum_LE)
+            return torch.ones_like(scores.routing_weight_sum_LE)
 
 
 def _measured(importance: Tensor | None, what: str, field: str) -> Tensor:

@@ -56,12 +56,12 @@ def reference_moe(
     x64_TH = x_TH.double()
     y64_TH = torch.zeros_like(x64_TH)
     for index, expert in enumerate(experts):
-        token_N, slot_N = (topk_ids_TK == index).nonzero(as_tuple=True)
+        token_M, slot_M = (topk_ids_TK == index).nonzero(as_tuple=True)
         if expert is None:
-            assert token_N.numel() == 0, f"{token_N.numel()} tokens are routed to removed expert {index}"
+            assert token_M.numel() == 0, f"{token_M.numel()} tokens are routed to removed expert {index}"
             continue
-        z_NH = _expert_forward(x64_TH[token_N], expert, act_fn, rounded)
-        y64_TH.index_add_(0, token_N, z_NH * topk_weights_TK[token_N, slot_N].double()[:, None])
+        z_MH = _expert_forward(x64_TH[token_M], expert, act_fn, rounded)
+        y64_TH.index_add_(0, token_M, z_MH * topk_weights_TK[token_M, slot_M].double()[:, None])
     return y64_TH.to(x_TH.dtype)
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 RIDGE = 1e-2
 
 
-def gram(a_NI: Tensor, gate_N: Tensor) -> Tensor:
+def gram(a_MI: Tensor, routing_weight_M: Tensor) -> Tensor:
     """``sum_t g_t^2 A_t A_t^T`` over the tokens that one expert sees, ``[I, I]`` in float32, float64 for float64."""
-    dtype = torch.promote_types(a_NI.dtype, torch.float32)
-    weighted_NI = a_NI.detach().to(dtype) * gate_N.detach().to(dtype)[:, None]
-    return weighted_NI.T @ weighted_NI
+    dtype = torch.promote_types(a_MI.dtype, torch.float32)
+    weighted_MI = a_MI.detach().to(dtype) * routing_weight_M.detach().to(dtype)[:, None]
+    return weighted_MI.T @ weighted_MI
 
 
 def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -46,13 +46,13 @@ def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: fl
     old_HN = down_HI.detach()[:, kept_N]
     gram_NN = gram_II[kept_N][:, kept_N]
     scale = gram_NN.diagonal().mean() if kept_N.numel() else 0.0
-    removed_P = torch.ones(down_HI.shape[1], dtype=torch.bool, device=device)
-    removed_P[kept_N] = False
-    if not float(scale) > 0.0 or not bool(removed_P.any()):
+    pruned_P = torch.ones(down_HI.shape[1], dtype=torch.bool, device=device)
+    pruned_P[kept_N] = False
+    if not float(scale) > 0.0 or not bool(pruned_P.any()):
         return old_HN
     identity_NN = torch.eye(kept_N.numel(), dtype=torch.float64, device=device)
     factor_NN = torch.linalg.cholesky(gram_NN + ridge * scale * identity_NN)
-    gram_NP = gram_II[kept_N][:, removed_P]
+    gram_NP = gram_II[kept_N][:, pruned_P]
     transfer_NP = torch.cholesky_solve(gram_NP, factor_NN)
-    change_HN = down_HI.detach()[:, removed_P].double() @ transfer_NP.T
+    change_HN = down_HI.detach()[:, pruned_P].double() @ transfer_NP.T
     return (old_HN.double() + change_HN).to(down_HI.dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from moe_coverage_plugin.core.statistics import ChannelMetric
+from moe_coverage_plugin.core.attribution import ChannelMetric
 
 # what somebody computes by a rule of their own has a name, too
 StoredMetric = Literal[ChannelMetric, "own"]
@@ -18,14 +18,14 @@ class AttributionScores:
     """Everything the decisions need. Float64 on the CPU unless said otherwise.
 
     Attributes:
-        names: module path of each expert block, in layer order.
+        names: module path of each MoE layer, in layer order.
         top_k: experts picked for a token, per layer.
         channel_metric: what ``channels_LEI`` measures; ``own``: something that this package does not.
         channels_LEI: channel scores, at least 0.
         first_order_LE: ``sum_t <g z, y> / ||y||^2``, the paper's first-order attribution of an expert.
         second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the loss when the expert is removed, exactly.
         tokens_LE: routed tokens, int64.
-        gate_sum_LE: sum of routing weights.
+        routing_weight_sum_LE: sum of routing weights.
         layer_loss_L: rise of the model's loss when a layer fades, ``None`` where it was not measured.
         nll_signed_LE: ``-sum_t <dNLL/dz, z>``, the rise of the model's loss without the expert, to first order; may be
             negative. Like the next two, ``None`` without a gradient pass.
@@ -40,7 +40,7 @@ class AttributionScores:
     first_order_LE: Tensor
     second_order_LE: Tensor
     tokens_LE: Tensor
-    gate_sum_LE: Tensor
+    routing_weight_sum_LE: Tensor
     layer_loss_L: Tensor | None = None
     nll_signed_LE: Tensor | None = None
     nll_absolute_LE: Tensor | None = None

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_coverage_plugin.evaluation.options import EvaluationOptions
+from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
-from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 NEEDS = {"hf": ("llmcompressor", "compress"), "vllm": ("vllm", "serve")}
 PACKAGES = ("moe-coverage-plugin", "lm-eval", "torch", "transformers")
@@ -73,7 +73,7 @@ def _open_transformers(directory: Path, dtype: str, options: EvaluationOptions) 
     from lm_eval.api.registry import get_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from moe_coverage_plugin.surgery.loading import load
+    from moe_coverage_plugin.checkpoint.loading import load
 
     trusted = options.trust_remote_code
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

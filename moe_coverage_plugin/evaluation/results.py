@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
+from moe_coverage_plugin.files.weights import weight_files
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.weight_files import weight_files
 
 FORMAT = 1
 SAMPLE = 2**20

@@ -8,7 +8,6 @@ from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr
 
-from moe_coverage_plugin.calibration.expert_blocks import experts_needed
 from moe_coverage_plugin.core.alignment import (
     Alignment,
     AlignmentStrategy,
@@ -18,6 +17,7 @@ from moe_coverage_plugin.core.alignment import (
     check_alignment,
 )
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import experts_needed
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
@@ -91,6 +91,6 @@ class AlignmentModifier(PlanModifier):
         if self.strategy == "hamilton":
             return align_widths(plan.widths_LE, scores_LEI, self.block_size, self.min_width, self.rule)
         across_layers = self._coverage.scope == "global"
-        blocks = self._coverage.attribution.blocks
-        groups_L, live_L = zip(*(experts_needed(block) for block in blocks), strict=True)
-        return align_blocks(plan.widths_LE, scores_LEI, self.block_size, live_L, across_layers, groups_L)
+        layers = self._coverage.attribution.layers
+        groups_L, needed_L = zip(*(experts_needed(layer) for layer in layers), strict=True)
+        return align_blocks(plan.widths_LE, scores_LEI, self.block_size, needed_L, across_layers, groups_L)

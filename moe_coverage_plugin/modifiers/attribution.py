@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,25 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, find_expert_blocks, projections, uniform_shape
-from moe_coverage_plugin.calibration.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.calibration.gathering import gather_scores
 from moe_coverage_plugin.calibration.gradients import GradientObserver, obs_bytes
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.calibration.observation import observe_batches
-from moe_coverage_plugin.calibration.observer import BlockObserver
+from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.calibration.provenance import check_scores, check_writable, environment, routers_hash
 from moe_coverage_plugin.calibration.token_mask import check_batches, data_hash
+from moe_coverage_plugin.checkpoint.saving import PruningRecord
+from moe_coverage_plugin.core.attribution import ChannelMetric, ExpertImportance
 from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NLL_IMPORTANCES
-from moe_coverage_plugin.core.score_file import load_scores, save_scores
 from moe_coverage_plugin.core.scores import AttributionScores
-from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.files.scores import load_scores, save_scores
+from moe_coverage_plugin.manifest import CoverageError, report_layers
+from moe_coverage_plugin.modeling.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections, uniform_shape
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
-from moe_coverage_plugin.surgery.checkpoint import PruningRecord
 
 # below so many tokens an expert's scores hang on which ones they were
 TOKEN_FLOOR = 32
@@ -57,7 +56,7 @@ class AttributionModifier(Modifier):
             default), ``weight`` (L2 norms of its weights) or ``weight_activation`` (weights times input norms). From
             gradients ``fisher`` (``sum_t (A dNLL/dA)^2``, comparable between layers), ``obs`` (the same where other
             channels take over, for ``reconstruct: true`` only: worse than ``fisher`` without; takes
-            ``8 * experts * channels^2`` bytes of CPU memory for every layer; see ``core/interactions.py``), and the
+            ``8 * experts * channels^2`` bytes of CPU memory for every layer; see ``core/obs.py``), and the
             paper's ``gradient``, ``activation_gradient`` and ``snip`` (see ``core/gradients.py``).
         expert_importance: in closed form, at no extra cost, ``first_order`` (the paper's attribution) or
             ``second_order`` (the exact loss of removing the expert). From gradients ``nll_signed``, ``nll_absolute``
@@ -67,7 +66,7 @@ class AttributionModifier(Modifier):
             not measured.
         layer_batches: how many calibration batches measure the layers, on each rank.
         ema: decay of an exponential moving average over batches, as in the paper's code; ``None``: plain sums.
-        ignore: expert blocks to leave whole: names, classes or ``re:`` patterns of them or of modules around them.
+        ignore: MoE layers to leave whole: names, classes or ``re:`` patterns of them or of modules around them.
         scores: file of an earlier run on the same model to take the scores from; nothing is measured then, and what
             the file holds counts for the fields that say what to measure.
         save_scores: file to write the scores to as soon as they are measured. A copy lies beside every checkpoint.
@@ -90,19 +89,19 @@ class AttributionModifier(Modifier):
     scores: str | None = None
     save_scores: str | None = None
 
-    _blocks: list[ExpertBlock] = PrivateAttr(default_factory=list)
+    _layers: list[MoELayer] = PrivateAttr(default_factory=list)
     _measured: AttributionScores | None = PrivateAttr(default=None)
     _provenance: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
-    def blocks(self) -> list[ExpertBlock]:
-        """The expert blocks that are observed, in layer order."""
-        return self._blocks
+    def layers(self) -> list[MoELayer]:
+        """The MoE layers that are observed, in layer order."""
+        return self._layers
 
     @property
     def intermediate_size(self) -> int:
         """Channels of every observed expert."""
-        return uniform_shape(self._blocks)[1]
+        return uniform_shape(self._layers)[1]
 
     @property
     def measured(self) -> AttributionScores:
@@ -124,9 +123,9 @@ class AttributionModifier(Modifier):
         prepare(self)
         self._check_options()
         linearize_expert_lists(state.model)
-        self._blocks = find_expert_blocks(state.model, self.ignore)
+        self._layers = find_moe_layers(state.model, self.ignore)
         self._refuse_pruned(state.model)
-        uniform_shape(self._blocks)
+        uniform_shape(self._layers)
         self._refuse_quantized(state.model)
         if self.scores is not None:
             self._take_scores(self.scores)
@@ -177,8 +176,8 @@ class AttributionModifier(Modifier):
         """``obs`` may outgrow the machine, which would end the process in the middle of the pass."""
         if self.channel_metric != "obs":
             return
-        experts, channels = uniform_shape(self._blocks)
-        needed = len(self._blocks) * obs_bytes(experts, channels)
+        experts, channels = uniform_shape(self._layers)
+        needed = len(self._layers) * obs_bytes(experts, channels)
         free = psutil.virtual_memory().available
         if needed > free:
             raise CoverageError(
@@ -192,16 +191,16 @@ class AttributionModifier(Modifier):
         if not isinstance(record, PruningRecord):
             return
         # read from a file, which may say anything
-        named = blocks if isinstance(blocks := record.report.get("blocks"), Mapping) else {}
+        named = report_layers(record.report)
         # only ragged checkpoints leave layers out, and the record of a model pruned in turn names the last ones
         pruned = [
-            block.name
-            for block in self._blocks
-            if record.layout != "ragged" or block.name in named or set(block.widths) != {record.intermediate_size}
+            layer.name
+            for layer in self._layers
+            if record.layout != "ragged" or layer.name in named or set(layer.widths) != {record.intermediate_size}
         ]
         if pruned:
             raise CoverageError(
-                f"{pruned[0]} was pruned already ({len(pruned)} of {len(self._blocks)} layers): scores of a model "
+                f"{pruned[0]} was pruned already ({len(pruned)} of {len(self._layers)} layers): scores of a model "
                 "that was pruned before cannot be compared; prune the original model, or list these layers in ignore"
             )
 
@@ -212,9 +211,9 @@ class AttributionModifier(Modifier):
                 f"{quantizers[0]} stands before AttributionModifier: prune first, then quantize what is left"
             )
         linears = (
-            (block.name, linear)
-            for block in self._blocks
-            for mlp in block.mlps
+            (layer.name, linear)
+            for layer in self._layers
+            for mlp in layer.mlps
             for linear in projections(mlp).values()
         )
         quantized = next((name for name, linear in linears if is_module_quantized(linear)), None)
@@ -227,7 +226,7 @@ class AttributionModifier(Modifier):
 
     def _take_scores(self, path: str) -> None:
         self._measured, self._provenance = load_scores(path)
-        check_scores(path, self._measured, self._provenance, self._blocks)
+        check_scores(path, self._measured, self._provenance, self._layers)
         if "channel_metric" in self.model_fields_set and self.channel_metric != self._measured.channel_metric:
             raise CoverageError(
                 f"{path} holds {self._measured.channel_metric} scores and the recipe asks for {self.channel_metric}: "
@@ -239,8 +238,8 @@ class AttributionModifier(Modifier):
         if self.scores is not None:
             return
         # an earlier modifier may have removed whole experts since the recipe initialized
-        self._blocks = find_expert_blocks(state.model, self.ignore)
-        uniform_shape(self._blocks)
+        self._layers = find_moe_layers(state.model, self.ignore)
+        uniform_shape(self._layers)
         assert state.data.calib is not None
         # the pass that follows draws its samples anew: it must see these, in this order
         with torch.random.fork_rng(devices=[]):
@@ -254,18 +253,18 @@ class AttributionModifier(Modifier):
             save_scores(self.save_scores, self._measured, self._provenance)
 
     def _measure(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> AttributionScores:
-        observers = [BlockObserver(block, self.channel_metric, self.ema) for block in self._blocks]
-        gradients = [GradientObserver(block, self.channel_metric) for block in self._blocks if self.uses_gradients]
+        observers = [LayerObserver(layer, self.channel_metric, self.ema) for layer in self._layers]
+        gradients = [GradientObserver(layer, self.channel_metric) for layer in self._layers if self.uses_gradients]
         observe_batches(model, batches, observers, gradients)
         layer_loss_L = None
         if self.layer_noise is not None:
-            layer_loss_L = layer_loss_rise(model, self._blocks, batches[: self.layer_batches], self.layer_noise)
+            layer_loss_L = layer_loss_rise(model, self._layers, batches[: self.layer_batches], self.layer_noise)
         return gather_scores(observers, gradients, layer_loss_L)
 
     def _describe(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
         return {
             "model": model.config._name_or_path,
-            "routers_sha256": routers_hash(self._blocks),
+            "routers_sha256": routers_hash(self._layers),
             "calibration_sha256": data_hash(batches),
             "calibration_batches": sum(gather_over_ranks(len(batches))),
             "attribution": self.model_dump(exclude={*Modifier.model_fields, "scores", "save_scores"}),

@@ -18,18 +18,22 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import (
-    block_linears,
-    find_expert_blocks,
-    projections,
-    shared_experts_follow,
-)
 from moe_coverage_plugin.calibration.gram import GramObserver
 from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches
-from moe_coverage_plugin.calibration.traced_experts import traced_experts
+from moe_coverage_plugin.checkpoint.saving import check_output, save_with_manifest
 from moe_coverage_plugin.core.ragged import kept_channels
 from moe_coverage_plugin.core.reconstruction import reconstruct_down
 from moe_coverage_plugin.manifest import CoverageError, Layout
+from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
+from moe_coverage_plugin.modeling.memory import return_freed_tensors
+from moe_coverage_plugin.modeling.moe_layers import (
+    expert_linears,
+    find_moe_layers,
+    projections,
+    shared_experts_follow,
+)
+from moe_coverage_plugin.modeling.router_mask import mask_router
+from moe_coverage_plugin.modeling.slicing import prune_layer, remove_expert
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
@@ -38,10 +42,6 @@ from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
 from moe_coverage_plugin.modifiers.pruning_checks import check_routable, refuse_neighbours
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-from moe_coverage_plugin.surgery.checkpoint import check_output, save_with_manifest
-from moe_coverage_plugin.surgery.experts import prune_block, remove_expert
-from moe_coverage_plugin.surgery.memory import return_freed_tensors
-from moe_coverage_plugin.surgery.router import mask_router
 
 
 class ChannelPruningModifier(Modifier):
@@ -90,7 +90,7 @@ class ChannelPruningModifier(Modifier):
         self._coverage.require_channels(self._planner.narrowest)
         self._check_layout(state.model)
         check_quantizers(
-            state.model, self._coverage.attribution.blocks, after, self._planner.width_multiple, self.layout
+            state.model, self._coverage.attribution.layers, after, self._planner.width_multiple, self.layout
         )
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         self._check_output(state.model, quantized, before)
@@ -141,7 +141,7 @@ class ChannelPruningModifier(Modifier):
                     f"save_scores={path} lies in the output {run.output_dir}, which must stay empty until the "
                     "checkpoint is written with a copy of the scores: name a file beside it, or leave save_scores out"
                 )
-        linears = [linear for block in self._coverage.attribution.blocks for linear in block_linears(block)]
+        linears = [linear for layer in self._coverage.attribution.layers for linear in expert_linears(layer)]
         with disable_onloading():
             pruned_bytes = sum(linear.weight.nbytes for linear in linears) * self._coverage.sparsity
         # an estimate from below, so that nothing that would fit is refused: four bits and scales take over a quarter
@@ -170,35 +170,35 @@ class ChannelPruningModifier(Modifier):
 
         embeddings: Any = state.model.get_input_embeddings()
         self.register_hook(embeddings, on_embedding, "forward_pre")  # type: ignore[arg-type] - see below
-        for block in self._coverage.attribution.blocks:
+        for layer in self._coverage.attribution.layers:
             # gone before the pass, so that their tokens already reach the experts that will answer them
-            for index, kept_N in enumerate(self._kept[block.name]):
+            for index, kept_N in enumerate(self._kept[layer.name]):
                 if kept_N.numel() == 0 and self._padded_width is None:
-                    remove_expert(block, index)
-            mask_router(block)
-            observer, tracing = GramObserver(block), ExitStack()
-            tracing.enter_context(traced_experts(block, observer.observe, real_tokens))
+                    remove_expert(layer, index)
+            mask_router(layer)
+            observer, tracing = GramObserver(layer), ExitStack()
+            tracing.enter_context(grouped_experts(layer, observer.observe, real_tokens))
             self._observed.append((observer, tracing))
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: list[torch.nn.Module], **kwargs: Any
     ) -> None:
-        # a block has seen either none or all of the batches; its matrices are too large to keep for all layers
+        # a layer has seen either none or all of the batches; its matrices are too large to keep for all layers
         for observed in [observed for observed in self._observed if observed[0].began]:
             self._observed.remove(observed)
             observer, tracing = observed
             tracing.close()
-            kept_E = self._kept.pop(observer.block.name)
-            prune_block(observer.block, kept_E, self._padded_width, _fitted_columns(observer, kept_E))
+            kept_E = self._kept.pop(observer.layer.name)
+            prune_layer(observer.layer, kept_E, self._padded_width, _fitted_columns(observer, kept_E))
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         self.remove_hooks()
-        assert not self._observed, f"{len(self._observed)} blocks saw no batch"
+        assert not self._observed, f"{len(self._observed)} layers saw no batch"
         if not self.reconstruct:
             self._prepare(state.model)
-            for block in self._coverage.attribution.blocks:
-                prune_block(block, self._kept.pop(block.name), self._padded_width)
-                mask_router(block)
+            for layer in self._coverage.attribution.layers:
+                prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
+                mask_router(layer)
         # oneshot has done so; where a session is driven by hand nobody has
         modify_save_pretrained(state.model)
         divisor = _common_divisor(state.model, self._planner.plan.block_size)
@@ -222,12 +222,12 @@ class ChannelPruningModifier(Modifier):
 
     def _prepare(self, model: PreTrainedModel) -> None:
         """Decide which channels stay, or refuse."""
-        plan, blocks = self._planner.plan, self._coverage.attribution.blocks
+        plan, layers = self._planner.plan, self._coverage.attribution.layers
         self._widths_LE = widths_LE = self._stored_widths(plan)
-        for block, widths_E in zip(blocks, widths_LE, strict=True):
-            check_routable(block, widths_E)
+        for layer, widths_E in zip(layers, widths_LE, strict=True):
+            check_routable(layer, widths_E)
         kept_LE = kept_channels(plan.scores.channels_LEI, widths_LE)
-        self._kept = {block.name: kept_E for block, kept_E in zip(blocks, kept_LE, strict=True)}
+        self._kept = {layer.name: kept_E for layer, kept_E in zip(layers, kept_LE, strict=True)}
         if self.layout == "padded":
             whole = shared_experts_follow(model)
             self._padded_width = self._coverage.attribution.intermediate_size if whole else int(widths_LE.max())
@@ -252,14 +252,14 @@ class ChannelPruningModifier(Modifier):
 def _fitted_columns(observer: GramObserver, kept_E: list[Tensor]) -> dict[int, Tensor]:
     """The columns that stay of every ``down_proj``, fitted; by expert, without those that no token reached."""
     return {
-        index: reconstruct_down(projections(observer.block.mlps[index])["down_proj"].weight, gram_II, kept_E[index])
+        index: reconstruct_down(projections(observer.layer.mlps[index])["down_proj"].weight, gram_II, kept_E[index])
         for index, gram_II in observer.grams().items()
     }
 
 
 def _common_divisor(model: PreTrainedModel, block_size: int) -> int:
     """What all widths are multiples of, those of layers left as they were included."""
-    return math.gcd(block_size, *(width for block in find_expert_blocks(model) for width in block.widths))
+    return math.gcd(block_size, *(width for layer in find_moe_layers(model) for width in layer.widths))
 
 
 def model_bytes(model: torch.nn.Module) -> int:

@@ -11,11 +11,11 @@ from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.expert_blocks import experts_needed
 from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget
 from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
 from moe_coverage_plugin.core.smoothing import Smoothing
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import experts_needed
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
@@ -102,7 +102,7 @@ class CoverageModifier(PlanModifier):
     @property
     def total_channels(self) -> int:
         """Channels of all observed experts."""
-        return sum(block.num_experts for block in self.attribution.blocks) * self.attribution.intermediate_size
+        return sum(layer.num_experts for layer in self.attribution.layers) * self.attribution.intermediate_size
 
     @property
     def budget(self) -> int:
@@ -115,15 +115,15 @@ class CoverageModifier(PlanModifier):
         Raises:
             CoverageError: as said; a sparsity that leaves every expert ``min_width`` channels is named.
         """
-        blocks = self.attribution.blocks
-        experts = [math.prod(experts_needed(block)) for block in blocks]
+        layers = self.attribution.layers
+        experts = [math.prod(experts_needed(layer)) for layer in layers]
         needed = sum(experts) * min_width
         if self.budget < needed:
             # rounded down, so that the number named does what is said
             enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
             raise CoverageError(
                 f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
-                f"{len(blocks)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
+                f"{len(layers)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
                 f"{needed}: lower it, for instance to {enough}, which leaves every expert {min_width} on average"
             )
 

@@ -13,9 +13,9 @@ from llmcompressor.modifiers.transform.quip import QuIPModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, chooses_by_token_table, experts_needed
-from moe_coverage_plugin.core.live_experts import check_live_experts
+from moe_coverage_plugin.core.kept_experts import check_kept_experts
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, chooses_by_token_table, experts_needed
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.plan import PlanModifier
 
@@ -72,25 +72,25 @@ def _refuse_transforms(modifiers: Sequence[Modifier]) -> None:
         )
 
 
-def check_routable(block: ExpertBlock, widths_E: Tensor) -> None:
+def check_routable(layer: MoELayer, widths_E: Tensor) -> None:
     """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
 
     Raises:
-        CoverageError: as said, with the block, or the group, that is too small; or experts removed from a layer whose
+        CoverageError: as said, with the layer, or the group, that is too small; or experts removed from a layer whose
             router would choose them all the same.
     """
-    check_live_experts([block.name], [block.top_k], widths_E[None])
+    check_kept_experts([layer.name], [layer.top_k], widths_E[None])
     live_E = widths_E > 0
-    if chooses_by_token_table(block) and not bool(live_E.all()):
+    if chooses_by_token_table(layer) and not bool(live_E.all()):
         raise CoverageError(
-            f"{block.name} would lose {int((~live_E).sum())} of {block.num_experts} experts, but its experts are "
+            f"{layer.name} would lose {int((~live_E).sum())} of {layer.num_experts} experts, but its experts are "
             "chosen by a table of token ids, which no mask of router logits keeps from them: use layout='padded', "
             "which removes none, or list the layer in ignore"
         )
-    groups, needed = experts_needed(block)
+    groups, needed = experts_needed(layer)
     live_G = live_E.reshape(groups, -1).sum(-1)
     if bool((live_G < needed).any()):
         raise CoverageError(
-            f"{block.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
+            f"{layer.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
             'lower sparsity or min_width, or let AlignmentModifier keep as many by strategy="blocks"'
         )

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.provenance import environment
-from moe_coverage_plugin.core.score_file import save_scores
+from moe_coverage_plugin.checkpoint.model_card import read_origin
+from moe_coverage_plugin.checkpoint.saving import PICTURES_NAME, PruningRecord
+from moe_coverage_plugin.files.scores import save_scores
 from moe_coverage_plugin.manifest import SCORES_NAME, Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 from moe_coverage_plugin.modifiers.plan import WidthPlan
 from moe_coverage_plugin.report.view import PlanView
-from moe_coverage_plugin.surgery.checkpoint import PICTURES_NAME, PruningRecord
-from moe_coverage_plugin.surgery.model_card import read_origin
 
 
 def pruning_record(
@@ -104,9 +104,9 @@ def _draw(view: PlanView, directory: Path) -> None:
 
 
 def _report(plan: WidthPlan, view: PlanView) -> dict[str, Any]:
-    """Figures of a pruning, per block, for the file beside the checkpoint."""
+    """Figures of a pruning, per layer, for the file beside the checkpoint."""
     assert view.coverage_L is not None, "channels were scored"
-    blocks = {
+    layers = {
         name: {
             "widths": view.widths_LE[layer].tolist(),
             "tokens": plan.scores.tokens_LE[layer].tolist(),
@@ -116,7 +116,7 @@ def _report(plan: WidthPlan, view: PlanView) -> dict[str, Any]:
     }
     kept_for_layout = int(((plan.widths_LE == 0) & (view.widths_LE > 0)).sum())
     return {
-        "blocks": blocks,
+        "layers": layers,
         "experts_without_tokens": plan.scores.unreached,
         "experts_kept_for_layout": kept_for_layout,
         "plan": plan.notes,

@@ -13,19 +13,19 @@ from loguru import logger
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import (
-    ExpertBlock,
-    block_linears,
-    find_expert_blocks,
+from moe_coverage_plugin.expert_scheme import SERVED, check_activations, expert_scheme
+from moe_coverage_plugin.manifest import CoverageError, Layout
+from moe_coverage_plugin.modeling.moe_layers import (
+    MoELayer,
+    expert_linears,
+    find_moe_layers,
     linears_that_must_stay,
 )
-from moe_coverage_plugin.manifest import CoverageError, Layout
-from moe_coverage_plugin.surgery.expert_schemes import REMEDY, check_activations, unserved
 
 
 def check_quantizers(
     model: PreTrainedModel,
-    pruned: Sequence[ExpertBlock],
+    pruned: Sequence[MoELayer],
     modifiers: Sequence[Modifier],
     block_size: int,
     layout: Layout,
@@ -33,7 +33,7 @@ def check_quantizers(
     """Refuse quantizers whose result could not be served.
 
     Args:
-        pruned: the blocks whose widths will change; those that stay whole are looked at as well.
+        pruned: the layers whose widths will change; those that stay whole are looked at as well.
         modifiers: what follows the pruning in the recipe; those that do not quantize are passed over.
         block_size: channels that every width will be a multiple of.
         layout: ``padded`` and ``uniform`` experts are left to the engine's own kernels, of whatever scheme.
@@ -43,8 +43,8 @@ def check_quantizers(
             one scheme, or are no targets of any quantizer; activations of ragged experts are quantized; or groups of
             weights do not fit the widths, or another layer.
     """
-    blocks = find_expert_blocks(model)
-    forbidden = linears_that_must_stay(blocks)
+    layers = find_moe_layers(model)
+    forbidden = linears_that_must_stay(layers)
     quantizers = [modifier for modifier in modifiers if isinstance(modifier, QuantizationMixin)]
     for modifier in quantizers:
         name = type(modifier).__name__
@@ -54,32 +54,32 @@ def check_quantizers(
             raise CoverageError(
                 f'{name} would quantize {touched}, which decides routing: add "{pattern}" to its ignore'
             )
-        for block in blocks:
-            _check_one_scheme(name, block, scheme_of)
+        for layer in layers:
+            _check_one_scheme(name, layer, scheme_of)
         if layout == "ragged":
-            _check_served(name, blocks, scheme_of)
-        for block in pruned:
-            _check_block_size(name, block, scheme_of, block_size)
+            _check_served(name, layers, scheme_of)
+        for layer in pruned:
+            _check_block_size(name, layer, scheme_of, block_size)
         _check_groups(name, model, scheme_of, pruned)
     # a quantizer of the cache alone has no groups
-    _check_targets(model, [each for each in quantizers if _groups(each)], blocks)
+    _check_targets(model, [each for each in quantizers if _groups(each)], layers)
 
 
 def _check_targets(
-    model: PreTrainedModel, quantizers: Sequence[QuantizationMixin], blocks: Sequence[ExpertBlock]
+    model: PreTrainedModel, quantizers: Sequence[QuantizationMixin], layers: Sequence[MoELayer]
 ) -> None:
     """Refuse experts that would stay in 16 bits although neither targets nor ignore name them."""
     named: set[Module] = set()
     for modifier in quantizers:
         targets = [target for scheme in _groups(modifier) for target in scheme.targets]
         named |= {module for _, module in match_named_modules(model, [*targets, *modifier.ignore])}
-    for block in blocks if quantizers else ():
-        linears = block_linears(block)
+    for layer in layers if quantizers else ():
+        linears = expert_linears(layer)
         if named.isdisjoint(linears):
             raise CoverageError(
                 f"{' and '.join(type(each).__name__ for each in quantizers)} would leave all {len(linears)} expert "
-                f"projections of {block.name} in 16 bits, because no target matches them: add Linear to the targets, "
-                f'or "re:.*{block.name.rpartition(".")[2]}.*" to ignore if that is wanted'
+                f"projections of {layer.name} in 16 bits, because no target matches them: add Linear to the targets, "
+                f'or "re:.*{layer.name.rpartition(".")[2]}.*" to ignore if that is wanted'
             )
 
 
@@ -96,31 +96,31 @@ def _schemes(model: PreTrainedModel, modifier: QuantizationMixin) -> dict[Module
     return schemes
 
 
-def _check_one_scheme(name: str, block: ExpertBlock, scheme_of: dict[Module, QuantizationScheme]) -> None:
-    linears = block_linears(block)
+def _check_one_scheme(name: str, layer: MoELayer, scheme_of: dict[Module, QuantizationScheme]) -> None:
+    linears = expert_linears(layer)
     found = {id(scheme_of.get(linear)): scheme_of.get(linear) for linear in linears}
     if len(found) > 1:
         quantized = sum(linear in scheme_of for linear in linears)
         raise CoverageError(
-            f"{name} quantizes {quantized} of {len(linears)} expert projections of {block.name}, or by several "
+            f"{name} quantizes {quantized} of {len(linears)} expert projections of {layer.name}, or by several "
             "schemes: engines need one scheme for all experts of a layer, so let targets and ignore match all of them "
             "or none"
         )
 
 
-def _check_served(name: str, blocks: Sequence[ExpertBlock], scheme_of: dict[Module, QuantizationScheme]) -> None:
+def _check_served(name: str, layers: Sequence[MoELayer], scheme_of: dict[Module, QuantizationScheme]) -> None:
     """Refuse experts that nothing would compute as they were calibrated; tell of those that only ``load`` opens."""
-    schemes = {id(scheme): scheme for block in blocks if (scheme := scheme_of.get(block_linears(block)[0]))}
+    schemes = {id(scheme): scheme for layer in layers if (scheme := scheme_of.get(expert_linears(layer)[0]))}
     for scheme in schemes.values():
-        check_activations(scheme, f"{name} would give experts")
-        if reason := unserved(scheme):
-            logger.warning(f"{name} gives experts {reason}, which load() opens but no engine: {REMEDY}")
+        check_activations(dict(scheme), f"{name} would give experts")
+        if isinstance(reason := expert_scheme(dict(scheme)), str):
+            logger.warning(f"{name} gives experts {reason}, which load() opens but no engine: {SERVED}")
 
 
 def _check_block_size(
-    name: str, block: ExpertBlock, scheme_of: dict[Module, QuantizationScheme], block_size: int
+    name: str, layer: MoELayer, scheme_of: dict[Module, QuantizationScheme], block_size: int
 ) -> None:
-    linear = block_linears(block)[0]
+    linear = expert_linears(layer)[0]
     group_size = _group_size(scheme_of.get(linear))
     if group_size is None:
         return
@@ -138,10 +138,10 @@ def _check_block_size(
 
 
 def _check_groups(
-    name: str, model: PreTrainedModel, scheme_of: dict[Module, QuantizationScheme], pruned: Sequence[ExpertBlock]
+    name: str, model: PreTrainedModel, scheme_of: dict[Module, QuantizationScheme], pruned: Sequence[MoELayer]
 ) -> None:
     """Refuse groups that do not divide a layer that keeps its width: the quantizer would stop there when it runs."""
-    experts = {linear for block in pruned for linear in block_linears(block)}
+    experts = {linear for layer in pruned for linear in expert_linears(layer)}
     for path, module in model.named_modules():
         group_size = _group_size(scheme_of.get(module))
         if group_size is None or module in experts or not isinstance(module, Linear):

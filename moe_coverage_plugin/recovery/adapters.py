@@ -13,15 +13,15 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.expert_blocks import (
-    ExpertBlock,
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import (
+    MoELayer,
     chooses_by_token_table,
-    find_expert_blocks,
+    find_moe_layers,
     projections,
 )
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.nf4 import dense_weight
 from moe_coverage_plugin.recovery.options import RecoveryOptions
-from moe_coverage_plugin.surgery.nf4 import dense_weight
 
 NAME = "default"
 
@@ -47,14 +47,14 @@ class Adapters:
     """The adapters of a model.
 
     Attributes:
-        blocks: all of the model.
-        adapted: the blocks whose experts have adapters.
+        layers: all of the model.
+        adapted: the layers whose experts have adapters.
         experts, routers: parameters by name, float32, in one order on every rank.
     """
 
     model: PreTrainedModel
-    blocks: list[ExpertBlock]
-    adapted: list[ExpertBlock] = field(default_factory=list)
+    layers: list[MoELayer]
+    adapted: list[MoELayer] = field(default_factory=list)
     experts: dict[str, Parameter] = field(default_factory=dict)
     routers: dict[str, Parameter] = field(default_factory=dict)
     _router_modules: list[Module] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Adapters:
     @torch.no_grad()
     def merge(self) -> None:
         """Write the adapters into the weights, in place, and leave the modules as they were before."""
-        for block in self.adapted:
-            for mlp in block.mlps:
+        for layer in self.adapted:
+            for mlp in layer.mlps:
                 for name, adapted in _adapted(mlp).items():
                     setattr(mlp, name, _merged(adapted))
-            del block.experts.peft_config, block.experts.is_loaded_in_4bit
+            del layer.experts.peft_config, layer.experts.is_loaded_in_4bit
         for module in self._router_modules:
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
         for parameter in self.model.parameters():
@@ -100,34 +100,34 @@ def attach(model: PreTrainedModel, options: RecoveryOptions) -> Adapters:
         CoverageError: there is nothing to train.
     """
     model.requires_grad_(False)
-    adapters = Adapters(model, find_expert_blocks(model))
+    adapters = Adapters(model, find_moe_layers(model))
     if options.mode == "all":
-        for block in adapters.blocks:
-            _adapt_experts(adapters, block, options)
-    for block in adapters.blocks:
-        router = router_module(block)
+        for layer in adapters.layers:
+            _adapt_experts(adapters, layer, options)
+    for layer in adapters.layers:
+        router = router_module(layer)
         # a table of token ids decides, whatever the router says
-        if router is None or chooses_by_token_table(block):
+        if router is None or chooses_by_token_table(layer):
             continue
         low_rank = LowRank(router.weight, options.router_rank, options.scaling)
         parametrize.register_parametrization(router, "weight", low_rank)
         adapters._router_modules.append(router)
-        adapters.routers |= {f"{block.name}.router.{name}": each for name, each in low_rank.named_parameters()}
+        adapters.routers |= {f"{layer.name}.router.{name}": each for name, each in low_rank.named_parameters()}
     if not adapters.parameters:
         raise CoverageError(f"{type(model).__name__} has no router that mode='router' could train: use mode='all'")
     return adapters
 
 
-def router_module(block: ExpertBlock) -> Any:
+def router_module(layer: MoELayer) -> Any:
     """The part of a router that holds its weight ``[E, H]``; ``None`` where it has no such weight."""
-    for module in block.router.modules():
+    for module in layer.router.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) == block.num_experts:
+        if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) == layer.num_experts:
             return module
     return None
 
 
-def _adapt_experts(adapters: Adapters, block: ExpertBlock, options: RecoveryOptions) -> None:
+def _adapt_experts(adapters: Adapters, layer: MoELayer, options: RecoveryOptions) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -137,17 +137,17 @@ def _adapt_experts(adapters: Adapters, block: ExpertBlock, options: RecoveryOpti
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
     # where peft looks whether layers of bitsandbytes are among them
-    experts: Any = block.experts
+    experts: Any = layer.experts
     experts.is_loaded_in_4bit = getattr(adapters.model, "is_loaded_in_4bit", False)
     # into the experts, not the model, of which peft would take the experts for merged ones by its name
-    inject_adapter_in_model(config, block.experts, NAME)
-    adapters.adapted.append(block)
-    for index, mlp in enumerate(block.mlps):
+    inject_adapter_in_model(config, layer.experts, NAME)
+    adapters.adapted.append(layer)
+    for index, mlp in enumerate(layer.mlps):
         for projection, adapted in _adapted(mlp).items():
             for name, parameter in zip("abm", dora_parameters(adapted), strict=True):
                 # peft makes them in the weight's dtype, in which small steps would be lost
                 parameter.data = parameter.data.float()
-                adapters.experts[f"{block.name}.{index}.{projection}.{name}"] = parameter
+                adapters.experts[f"{layer.name}.{index}.{projection}.{name}"] = parameter
             weight_BA = dense_weight(adapted.get_base_layer())
             dora_parameters(adapted)[2].data = weight_BA.detach().float().norm(dim=1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.report import style
 
 CURVE_NAME = "moe_coverage_recovery.jsonl"

@@ -1,7 +1,7 @@
-"""Computes the adapted experts of a block all at once, whatever their widths.
+"""Computes the adapted experts of a layer all at once, whatever their widths.
 
 The toolkit's container calls every expert by itself and peft every projection, so that a step would be spent on calls.
-Here experts are padded with zeros to the widest one of their block, in storage that their weights are views of, and
+Here experts are padded with zeros to the widest one of their layer, in storage that their weights are views of, and
 each projection is a few grouped products.
 """
 
@@ -16,9 +16,9 @@ from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock, block_linears, expert_width, projections
-from moe_coverage_plugin.calibration.routing import Routing
-from moe_coverage_plugin.calibration.traced_experts import replaced_forward
+from moe_coverage_plugin.modeling.grouped_experts import replaced_forward
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, expert_width, projections
+from moe_coverage_plugin.modeling.routing import Routing
 from moe_coverage_plugin.recovery.adapters import NAME, dora_parameters, row_norms
 
 # grouped products want rows of whole 16 bytes
@@ -26,23 +26,23 @@ ALIGNMENT = 8
 
 
 @contextmanager
-def grouped_experts(blocks: Sequence[ExpertBlock]) -> Iterator[None]:
-    """Let adapted blocks compute all their experts at once; those that cannot keep the toolkit's loop.
+def grouped_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
+    """Let adapted layers compute all their experts at once; those that cannot keep the toolkit's loop.
 
     Adapters must stay where they are; weights are views of padded storage from then on.
     """
     with ExitStack() as stack:
-        for block in blocks:
-            if can_be_grouped(block):
-                stack.enter_context(replaced_forward(block.experts, _Experts(block).forward))
+        for layer in layers:
+            if can_be_grouped(layer):
+                stack.enter_context(replaced_forward(layer.experts, _Experts(layer).forward))
         yield
 
 
-def can_be_grouped(block: ExpertBlock) -> bool:
+def can_be_grouped(layer: MoELayer) -> bool:
     """Whether the experts are gated ones in 16 bit without biases that compute as the toolkit's container does."""
-    standard = type(block.experts).forward is LinearExperts2D.forward
-    gated = all("gate_proj" in projections(mlp) for mlp in block.mlps if expert_width(mlp))
-    linears = block_linears(block)
+    standard = type(layer.experts).forward is LinearExperts2D.forward
+    gated = all("gate_proj" in projections(mlp) for mlp in layer.mlps if expert_width(mlp))
+    linears = expert_linears(layer)
     weight = linears[0].weight
     # cards multiply groups in bfloat16 only
     fits = not weight.is_cuda or (weight.dtype == torch.bfloat16 and linears[0].in_features % ALIGNMENT == 0)
@@ -51,13 +51,13 @@ def can_be_grouped(block: ExpertBlock) -> bool:
 
 
 class _Experts:
-    def __init__(self, block: ExpertBlock):
-        self.container: Any = block.experts
-        self.num_experts = block.num_experts
-        live = [index for index, mlp in enumerate(block.mlps) if expert_width(mlp)]
+    def __init__(self, layer: MoELayer):
+        self.container: Any = layer.experts
+        self.num_experts = layer.num_experts
+        live = [index for index, mlp in enumerate(layer.mlps) if expert_width(mlp)]
         # None: all, which needs no indexing
-        self.live = live if len(live) < block.num_experts else None
-        parts = [projections(block.mlps[index]) for index in live]
+        self.live = live if len(live) < layer.num_experts else None
+        parts = [projections(layer.mlps[index]) for index in live]
         self.gate_up = [_Projection([part[name] for part in parts], ragged=0) for name in ("gate_proj", "up_proj")]
         self.down = _Projection([part["down_proj"] for part in parts], ragged=1)
 
@@ -67,7 +67,7 @@ class _Experts:
         x_MH = hidden_states[routing.tokens_M]
         a_MI = self.container._apply_gate(torch.cat([each(x_MH, lengths_E) for each in self.gate_up], dim=-1))
         z_MH = self.down(a_MI, lengths_E)
-        weighted_MH = (z_MH * routing.gates_M[:, None]).to(hidden_states.dtype)
+        weighted_MH = (z_MH * routing.routing_weights_M[:, None]).to(hidden_states.dtype)
         # a sum over slots is the same every time, unlike atomic additions
         by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
         return by_slot_MH.unflatten(0, (-1, hidden_states.shape[0])).sum(0)

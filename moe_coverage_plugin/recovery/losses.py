@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
-from moe_coverage_plugin.calibration.expert_blocks import ExpertBlock
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS, IGNORED, loss_gradient, next_tokens
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
 from moe_coverage_plugin.recovery.adapters import router_module
 from moe_coverage_plugin.recovery.options import RecoveryOptions
 
@@ -55,17 +55,17 @@ def _divergence(
     logits_BSV: Tensor, teacher_BSV: Tensor, targets_BS: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """``T^2 KL(teacher || student)`` of logits over ``T``, summed where a token follows, and its gradient."""
-    student_PV, teacher_PV = logits_BSV.detach().flatten(0, 1), teacher_BSV.flatten(0, 1)
-    gradient_PV = torch.zeros_like(student_PV)
-    total = torch.zeros((), dtype=torch.float64, device=student_PV.device)
-    positions_P = (targets_BS.to(student_PV.device).flatten() != IGNORED).nonzero().flatten()
+    student_TV, teacher_TV = logits_BSV.detach().flatten(0, 1), teacher_BSV.flatten(0, 1)
+    gradient_TV = torch.zeros_like(student_TV)
+    total = torch.zeros((), dtype=torch.float64, device=student_TV.device)
+    positions_T = (targets_BS.to(student_TV.device).flatten() != IGNORED).nonzero().flatten()
     # in pieces: float32 logits of a whole batch would not fit
-    for chunk in positions_P.split(CHUNK_POSITIONS):
-        student = torch.log_softmax(student_PV[chunk].float() / temperature, -1)
-        teacher = torch.log_softmax(teacher_PV[chunk].float() / temperature, -1)
+    for chunk in positions_T.split(CHUNK_POSITIONS):
+        student = torch.log_softmax(student_TV[chunk].float() / temperature, -1)
+        teacher = torch.log_softmax(teacher_TV[chunk].float() / temperature, -1)
         total += temperature**2 * (teacher.exp() * (teacher - student)).double().sum()
-        gradient_PV[chunk] = (temperature * (student.exp() - teacher.exp())).to(gradient_PV.dtype)
-    return total, gradient_PV.reshape(logits_BSV.shape)
+        gradient_TV[chunk] = (temperature * (student.exp() - teacher.exp())).to(gradient_TV.dtype)
+    return total, gradient_TV.reshape(logits_BSV.shape)
 
 
 class LoadBalance:
@@ -75,33 +75,33 @@ class LoadBalance:
     least the top-k; equal to it for even load.
     """
 
-    def __init__(self, blocks: Sequence[ExpertBlock]):
-        self.blocks = [block for block in blocks if router_module(block) is not None]
+    def __init__(self, layers: Sequence[MoELayer]):
+        self.layers = [layer for layer in layers if router_module(layer) is not None]
         self._terms: dict[str, Tensor] = {}
 
     @contextmanager
     def observed(self) -> Iterator[None]:
         """While the context lasts every forward pass with gradients leaves its terms."""
         with ExitStack() as stack:
-            for block in self.blocks:
-                handle = block.experts.register_forward_pre_hook(partial(self._observe, block))
+            for layer in self.layers:
+                handle = layer.experts.register_forward_pre_hook(partial(self._observe, layer))
                 stack.callback(handle.remove)
             yield
 
-    def _observe(self, block: ExpertBlock, _experts: Module, args: tuple[Any, ...]) -> None:
+    def _observe(self, layer: MoELayer, _experts: Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
         hidden_TH, ids_TK = args[:2]
-        router = router_module(block)
+        router = router_module(layer)
         bias = getattr(router, "bias", None)
         logits_TE = linear(hidden_TH.float(), router.weight.float(), None if bias is None else bias.float())
-        live_E = torch.tensor([width > 0 for width in block.widths], device=logits_TE.device)
+        live_E = torch.tensor([width > 0 for width in layer.widths], device=logits_TE.device)
         chance_E = logits_TE.masked_fill(~live_E, float("-inf")).softmax(-1).mean(0)
         chosen_E = torch.zeros_like(chance_E).index_add(
             0, ids_TK.flatten(), chance_E.new_full((ids_TK.numel(),), 1 / len(ids_TK))
         )
         # a backward pass that computes activations anew must come by here again, but its term is not needed
-        self._terms.setdefault(block.name, live_E.sum() * (chosen_E.detach() * chance_E).sum())
+        self._terms.setdefault(layer.name, live_E.sum() * (chosen_E.detach() * chance_E).sum())
 
     def loss(self) -> Tensor:
         """The loss of the last forward pass; its terms are kept until :meth:`forget`."""

@@ -20,10 +20,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from moe_coverage_plugin.atomic_files import check_place
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
 from moe_coverage_plugin.calibration.provenance import environment, routers_hash
+from moe_coverage_plugin.checkpoint.loading import load
+from moe_coverage_plugin.checkpoint.model_card import TRAINED_KEY
+from moe_coverage_plugin.checkpoint.saving import check_output, record_of
+from moe_coverage_plugin.files.atomic import check_place
+from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest, read_json
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from moe_coverage_plugin.modeling.nf4 import check_config, forget_quantization
 from moe_coverage_plugin.recovery.adapters import attach, require_peft
 from moe_coverage_plugin.recovery.curve import CURVE_NAME, Point, draw_points, write_points
 from moe_coverage_plugin.recovery.experts import grouped_experts
@@ -32,11 +37,6 @@ from moe_coverage_plugin.recovery.ranks import Ranks, joined_ranks
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.text import Text, Windows, check_files, pack, split
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
-from moe_coverage_plugin.surgery.checkpoint import check_output, record_of
-from moe_coverage_plugin.surgery.loading import load
-from moe_coverage_plugin.surgery.model_card import TRAINED_KEY
-from moe_coverage_plugin.surgery.nf4 import check_config, forget_quantization
-from moe_coverage_plugin.tokenizer_files import has_tokenizer
 
 # matches the beginning of a module's name, if that is no projection of an expert
 NO_EXPERT = r"(?!.*\.experts\.\d+\.)"
@@ -250,7 +250,7 @@ def _identity(
         "text_sha256": source.train.sha256,
         "evaluation_sha256": source.held_out.sha256,
         "config_sha256": config,
-        "routers_sha256": routers_hash(find_expert_blocks(model)),
+        "routers_sha256": routers_hash(find_moe_layers(model)),
         "teacher": None if teacher is None else str(Path(teacher).resolve()),
         "ranks": ranks.count,
     }

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recovery.curve import Point, write_points
 

@@ -95,7 +95,7 @@ class Training:
         step, points = self.work.resume(parameters, optimizer)
         points = points or [{"step": 0, "held_out": before}]
         order = Order(len(self.train_WS), options.seed)
-        balance = LoadBalance(self.adapters.blocks)
+        balance = LoadBalance(self.adapters.layers)
         progress = tqdm(total=self.steps, initial=step, desc="Fine-tuning", disable=None if self.ranks.first else True)
         with balance.observed() if options.balance else nullcontext(), progress:
             while step < self.steps:

@@ -14,13 +14,20 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
+from moe_coverage_plugin.expert_scheme import (
+    WIDTH_KEYS,
+    ExpertScheme,
+    SchemeEntry,
+    expert_scheme,
+    layer_entry,
+    served_scheme,
+)
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
 from moe_coverage_plugin.serving.headers import check_headers, has_weights
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
-from moe_coverage_plugin.serving.scheme import Entry, ExpertScheme, expert_scheme, layer_entry, supported_scheme
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
 
 # Experts are Linear modules to the toolkit that wrote the targets; this one only lends its class name.
 LINEAR = torch.nn.Linear(1, 1, bias=False, device="meta")
-
-EXPERT_WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
 
 
 class CoverageConfig(CompressedTensorsConfig):
@@ -84,11 +89,11 @@ class CoverageConfig(CompressedTensorsConfig):
             return {}
         entries = {name: layer_entry(name, widths, self._entry_of) for name, widths in self.manifest.widths.items()}
         if self.manifest.layout == "ragged":
-            return {name: supported_scheme(name, self.manifest.widths[name], entry) for name, entry in entries.items()}
+            return {name: served_scheme(name, self.manifest.widths[name], entry) for name, entry in entries.items()}
         schemes = {name: expert_scheme(entry) for name, entry in entries.items()}
         return {name: s for name, s in schemes.items() if isinstance(s, ExpertScheme) and s.bits == 4}
 
-    def _entry_of(self, path: str) -> Entry:
+    def _entry_of(self, path: str) -> SchemeEntry:
         return self.get_scheme_dict(LINEAR, path)
 
     def maybe_update_config(
@@ -109,7 +114,7 @@ class CoverageConfig(CompressedTensorsConfig):
         if hf_config is None or self.manifest.layout != "ragged":
             return
         text_config = hf_config.get_text_config()
-        for field in EXPERT_WIDTH_FIELDS:
+        for field in WIDTH_KEYS:
             if getattr(text_config, field, None) == self.manifest.declared_width:
                 setattr(text_config, field, self.manifest.intermediate_size)
                 return

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
+from moe_coverage_plugin.files.weights import open_weights
 from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.parallelism import SplitLayer
-from moe_coverage_plugin.weight_files import open_weights
 
 # of layers that vLLM splits by their input; of experts, which have one width where this is asked, the first tells
 SPLIT_BY_INPUT = re.compile(r"(\.layers\.\d+\..*\.(?:o_proj|out_proj|down_proj|w2))\.(weight_scale|weight_shape)$")

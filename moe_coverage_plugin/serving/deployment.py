@@ -83,7 +83,7 @@ def refuse_unkept(vllm_config: VllmConfig, manifest: Manifest) -> None:
             f"speculative_config has method {speculative.method!r}, but a pruned checkpoint holds no layer that "
             "predicts several tokens, which the toolkit never loads: serve without, or with method 'ngram'"
         )
-    if vllm_config.model_config.using_transformers_backend() and manifest.dead_experts:
+    if vllm_config.model_config.using_transformers_backend() and manifest.removed_experts:
         raise CoverageError(
             "the model runs by transformers (model_impl), whose routers may still choose experts that were removed: "
             "serve it by vLLM's own class, or prune with min_width in place of removing experts"

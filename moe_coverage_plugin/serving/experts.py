@@ -10,12 +10,12 @@ import torch
 from loguru import logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import refuse_options
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
 from moe_coverage_plugin.serving.router import mask_router
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import ExpertStorage
 
 if TYPE_CHECKING:
@@ -121,16 +121,15 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
             return
         # a build of vLLM for CPUs need not have Triton
-        from moe_coverage_plugin.serving.kernels import compile_ahead, prepare, refusal, run_kernels
+        from moe_coverage_plugin.serving.kernels import compile_ahead, prepare, run_kernels, unsupported_reason
 
         capability = torch.cuda.get_device_capability(device)
-        reason = refusal(local.widths_E, local.hidden, group_size, capability, self.scheme.bits)
+        reason = unsupported_reason(local.widths_E, local.hidden, group_size, capability, self.scheme.bits)
         if reason is not None:
             announce_slow_path(reason)
             return
-        weights = prepare(
-            *self.storage.parameters(layer), widths_E=local.widths_E, hidden=local.hidden, group_size=group_size
-        )
+        tensors = self.storage.parameters(layer)
+        weights = prepare(tensors, widths_E=local.widths_E, hidden=local.hidden, group_size=group_size)
         # what was padded is a copy: nothing may be held twice
         for name, tensor in zip(self.storage.parameter_names, weights.tensors, strict=True):
             if tensor is not None:
@@ -162,7 +161,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             x,
             topk_weights,
             topk_ids,
-            *self.storage.parameters(layer),
+            self.storage.parameters(layer),
             widths_E=list(self.storage.local.widths_E),
             group_size=self.scheme.group_size or 0,
             activation=self.activation,

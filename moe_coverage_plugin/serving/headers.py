@@ -6,15 +6,15 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
+from moe_coverage_plugin.files.weights import open_weights, weight_files
 from moe_coverage_plugin.manifest import INDEX_NAME, CoverageError, Manifest
 from moe_coverage_plugin.serving.packing import packed_columns
-from moe_coverage_plugin.weight_files import open_weights, weight_files
 
 EXPERT_TENSOR = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.(weight|weight_packed)$")
 # what engines name their own parameters
 OF_ENGINES = ".routed_experts."
 DOWN_NAMES = ("down_proj", "w2")
-PROJECTIONS = 3
 # what engines look for weights in, pickles among them, where nobody says otherwise
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", INDEX_NAME)
 
@@ -61,7 +61,7 @@ def _expert_weights(directory: Path) -> Found:
 
 
 def _check_expert(path: str, expert: int, width: int, weights: list[tuple[str, list[int]]]) -> None:
-    expected = PROJECTIONS if width else 0
+    expected = len(PROJECTIONS) if width else 0
     if len(weights) != expected:
         raise CoverageError(
             f"{path} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.parallelism import rank_ranges
 from moe_coverage_plugin.serving.float8 import FLOAT8
 from moe_coverage_plugin.serving.packing import NIBBLES, packed_columns
-from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 
 Part = Literal["w13", "w2"]
 """vLLM's names: gate above up, and down."""
@@ -148,15 +149,15 @@ class ExpertStorage:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of weights, scales, biases and zero points, in the order of forward passes; not all need exist."""
+        """Names of weights, scales, biases and zero points, in the order of ``RaggedWeights``; not all need exist."""
         tensor = "weight_packed" if self.stored.scheme.bits == 4 else "weight"
         return tuple(
             f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias", ZERO_POINT) for part in ("w13", "w2")
         )
 
-    def parameters(self, layer: torch.nn.Module) -> tuple[Any, ...]:
+    def parameters(self, layer: torch.nn.Module) -> RaggedWeights:
         """The parameters under these names, ``None`` for those that the layer does not have."""
-        return tuple(getattr(layer, name, None) for name in self.parameter_names)
+        return RaggedWeights(*(getattr(layer, name, None) for name in self.parameter_names))  # pyright: ignore[reportArgumentType]  # the first two exist
 
     def load(
         self,

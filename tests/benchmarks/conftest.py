@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, add_tokenizer, save_model
 from transformers import AutoTokenizer
 
 from benchmarks.allocation.bench import Bench, open_linear
 from benchmarks.allocation.text import Windows
+from tests.tiny import VOCAB, add_tokenizer, save_model
 
 LAYERS, CHANNELS = 2, 192
 

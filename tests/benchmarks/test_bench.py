@@ -18,7 +18,7 @@ from benchmarks.allocation.tables import METHODS, Setting
 from benchmarks.allocation.text import Windows
 from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.core.gradients import NLL_IMPORTANCES
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
 
 
 def setting(method: str, sparsity: float, bits: int) -> Setting:

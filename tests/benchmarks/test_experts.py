@@ -6,19 +6,19 @@ import copy
 
 import pytest
 import torch
-from tiny import VOCAB
 
 from benchmarks.allocation.bench import Bench
 from benchmarks.allocation.experts import drop_least_used, pick, removed
 from moe_coverage_plugin import CoverageError
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.tiny import VOCAB
 
 TOKENS_LE = torch.tensor([[9, 3, 8, 7, 6, 5, 4, 3], [90, 80, 70, 60, 50, 1, 2, 40]])
 IDS = torch.randint(2, VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))
 
 
 def live(model) -> list[list[int]]:
-    return [[e for e, width in enumerate(block.widths) if width] for block in find_expert_blocks(model)]
+    return [[e for e, width in enumerate(block.widths) if width] for block in find_moe_layers(model)]
 
 
 def test_least_used_experts_of_each_layer_go(bench: Bench):
@@ -62,7 +62,7 @@ def test_routers_pick_another_number(bench: Bench):
 def picked_experts(model) -> list[torch.Tensor]:
     """Experts ``[T, K]`` that every layer's router picks."""
     picked: list[torch.Tensor] = []
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         block.experts.register_forward_pre_hook(lambda _module, args: picked.append(args[1]))
     with torch.no_grad():
         model(IDS)

@@ -13,7 +13,7 @@ from benchmarks import nf4
 from benchmarks.allocation.bench import Bench
 from benchmarks.allocation.text import Windows
 from benchmarks.nf4 import PRUNINGS, Variant, held_expert_bytes, padding, section, stored_expert_bytes
-from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
 
 HIDDEN = 128
 
@@ -41,14 +41,14 @@ def opened(checkpoints: Path, widths: str, weights: str):
 
 
 def numbers(model) -> int:
-    linears = (linear for block in find_expert_blocks(model) for linear in block_linears(block))
+    linears = (linear for block in find_moe_layers(model) for linear in expert_linears(block))
     return sum(linear.in_features * linear.out_features for linear in linears)
 
 
 def test_bytes_of_experts(checkpoints):
     """16 bit, as stored and as held; NF4 with its scales and tables; W4A16 packed, and decompressed again."""
     whole, packed = opened(checkpoints, "64", "16 bit"), opened(checkpoints, "64", "NF4")
-    count, linears = numbers(whole), sum(len(block_linears(block)) for block in find_expert_blocks(whole))
+    count, linears = numbers(whole), sum(len(expert_linears(block)) for block in find_moe_layers(whole))
     assert stored_expert_bytes(checkpoints / "paper-64-16") == held_expert_bytes(whole) == 2 * count
     table_bytes = 16 * 4
     assert held_expert_bytes(packed) == count * (0.5 + 4 / 64) + linears * table_bytes
@@ -63,7 +63,7 @@ def test_padding(checkpoints):
     aligned, exact = (padding(opened(checkpoints, widths, "NF4")) for widths in ("64", "exact"))
     assert (aligned["held"], aligned["by_rows"], aligned["by_channels"], aligned["aligned"]) == (0, 0, 0, 1)
     model = opened(checkpoints, "exact", "NF4")
-    widths = [width for block in find_expert_blocks(model) for width in block.widths if width]
+    widths = [width for block in find_moe_layers(model) for width in block.widths if width]
     missing = sum(-width % 64 for width in widths)
     assert missing > 0
     assert exact["held"] == 0

@@ -10,16 +10,16 @@ import torch
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
-from tiny import save_model, token_batches
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AttributionModifier
 from moe_coverage_plugin.core.scores import AttributionScores
+from tests.tiny import save_model, token_batches
 
 LAYERS, EXPERTS, CHANNELS, TOP_K, HIDDEN = 2, 8, 64, 2, 128
-FIELDS = ("channels_LEI", "first_order_LE", "second_order_LE", "tokens_LE", "gate_sum_LE")
+FIELDS = ("channels_LEI", "first_order_LE", "second_order_LE", "tokens_LE", "routing_weight_sum_LE")
 
 
 def save_float64(directory: Path, family: str, **config: Any) -> Path:
@@ -108,7 +108,7 @@ def statistics(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Te
         "first_order_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.float64),
         "second_order_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.float64),
         "tokens_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.int64),
-        "gate_sum_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.float64),
+        "routing_weight_sum_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.float64),
     }
     for layer, seen in enumerate(captured):
         block = model.model.layers[layer].mlp
@@ -125,7 +125,7 @@ def statistics(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Te
                 sums["inputs_LEH"][layer, expert] += x_H**2
                 sums["first_order_LE"][layer, expert] += gate * (z_H @ y_H) / (y_H @ y_H)
                 sums["tokens_LE"][layer, expert] += 1
-                sums["gate_sum_LE"][layer, expert] += gate
+                sums["routing_weight_sum_LE"][layer, expert] += gate
         for expert in range(EXPERTS):
             whole = block.experts.down_proj[expert].clone()
             block.experts.down_proj[expert] = 0

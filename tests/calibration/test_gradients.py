@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from brute_force import (
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.calibration import next_token
+from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.observation import observe_batches
+from moe_coverage_plugin.calibration.observer import LayerObserver
+from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
+from tests.calibration.brute_force import (
     CHANNELS,
     EXPERTS,
     LAYERS,
@@ -22,17 +32,7 @@ from brute_force import (
     padded_with_prompts,
     save_float64,
 )
-from tiny import VOCAB, add_tokenizer, token_batches
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-
-from moe_coverage_plugin import CoverageError
-from moe_coverage_plugin.calibration import next_token
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks, projections
-from moe_coverage_plugin.calibration.gradients import GradientObserver
-from moe_coverage_plugin.calibration.observation import observe_batches
-from moe_coverage_plugin.calibration.observer import BlockObserver
-from moe_coverage_plugin.core.scores import AttributionScores
+from tests.tiny import VOCAB, add_tokenizer, token_batches
 
 METRICS = ("fisher", "activation_gradient", "gradient", "snip")
 
@@ -54,7 +54,7 @@ class Factors:
 
 def reference(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Channel scores of every metric and the three importances, from whole graphs of autograd."""
-    blocks = find_expert_blocks(model)
+    blocks = find_moe_layers(model)
     totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
     squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
     nll = torch.zeros(3, LAYERS, EXPERTS, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_importance_from_gradients_beside_scores_without(family, importance: str
     both = observe(family, dataset, {"expert_importance": importance})
     expected = reference(open_stock(family, linear=True), batches_of(dataset, 1))
     assert_equal(both, expected | {"activation": plain.channels_LEI}, "activation")
-    for name in ("first_order_LE", "second_order_LE", "tokens_LE", "gate_sum_LE"):
+    for name in ("first_order_LE", "second_order_LE", "tokens_LE", "routing_weight_sum_LE"):
         torch.testing.assert_close(getattr(both, name), getattr(plain, name), rtol=1e-9, atol=1e-12)
 
 
@@ -145,7 +145,7 @@ def test_signed_importance_is_the_slope_of_the_loss(tmp_path):
 
     @torch.no_grad()
     def loss(layer: int, expert: int, factor: float) -> Tensor:
-        weight = find_expert_blocks(model)[layer].mlps[expert].down_proj.weight
+        weight = find_moe_layers(model)[layer].mlps[expert].down_proj.weight
         whole = weight.clone()
         weight.mul_(factor)
         found = masked_loss(model, batch)
@@ -173,11 +173,11 @@ def test_the_pass_leaves_the_model_as_it_was(family):
     model.lm_head.weight.requires_grad_(False)
     before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.named_parameters()}
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
-    blocks = find_expert_blocks(model)
+    blocks = find_moe_layers(model)
     observe_batches(
         model,
         batches_of(padded_with_prompts(labelled=False), 2),
-        [BlockObserver(block, "fisher", None) for block in blocks],
+        [LayerObserver(block, "fisher", None) for block in blocks],
         [GradientObserver(block, "fisher") for block in blocks],
     )
     for name, tensor in model.named_parameters():

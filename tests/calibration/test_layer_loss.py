@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute_force import LAYERS, observe, open_stock, rows, save_float64
-from tiny import token_batches
 
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.next_token import next_token_loss
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.calibration.brute_force import LAYERS, observe, open_stock, rows, save_float64
+from tests.tiny import token_batches
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
@@ -51,7 +51,7 @@ def test_rise_equals_a_block_scaled_by_hand(source, noise, padded):
     pairs = [samples[i : i + 2] for i in (0, 2, 4)]
     batches = [{key: torch.cat([sample[key] for sample in pair]) for key in pair[0]} for pair in pairs]
     before, hooks = model(**batches[0]).logits, count_hooks(model)
-    rise = layer_loss_rise(model, find_expert_blocks(model), batches, noise)
+    rise = layer_loss_rise(model, find_moe_layers(model), batches, noise)
     # cross entropy is taken in float32
     torch.testing.assert_close(rise, reference, rtol=0, atol=2e-6)
     assert rise.abs().min() > 1e-4, "the comparison would pass on zeros"
@@ -75,7 +75,7 @@ def test_everything_is_restored_after_an_error(source):
     before, hooks, cache = model(**batch).logits, count_hooks(model), model.config.use_cache
     too_long = {"input_ids": batch["input_ids"], "attention_mask": torch.ones(1, 7, dtype=torch.int64)}
     with pytest.raises((RuntimeError, IndexError, ValueError)):
-        layer_loss_rise(model, find_expert_blocks(model), [batch, too_long], 1.0)
+        layer_loss_rise(model, find_moe_layers(model), [batch, too_long], 1.0)
     assert count_hooks(model) == hooks
     assert model.config.use_cache == cache
     assert torch.equal(model(**batch).logits, before)

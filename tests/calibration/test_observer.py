@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute_force import (
+
+from moe_coverage_plugin import CoverageError
+from tests.calibration.brute_force import (
     CHANNELS,
     EXPERTS,
     LAYERS,
@@ -16,9 +18,7 @@ from brute_force import (
     save_float64,
     statistics,
 )
-from tiny import save_model, token_batches
-
-from moe_coverage_plugin import CoverageError
+from tests.tiny import save_model, token_batches
 
 FAMILIES = ("qwen3_moe", "qwen2_moe")
 RUNS = (
@@ -79,7 +79,7 @@ def test_moving_average_equals_a_loop_over_batches(family):
                 average = torch.zeros_like(found[layer, expert]) if average is None else average
                 torch.testing.assert_close(found[layer, expert], average, rtol=1e-5, atol=0)
     assert torch.equal(scores.tokens_LE, sums["tokens_LE"])
-    torch.testing.assert_close(scores.gate_sum_LE, sums["gate_sum_LE"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(scores.routing_weight_sum_LE, sums["routing_weight_sum_LE"], rtol=1e-6, atol=0)
 
 
 def test_experts_without_tokens_score_zero_and_are_named(family):
@@ -91,7 +91,7 @@ def test_experts_without_tokens_score_zero_and_are_named(family):
         name: [expert for expert in range(EXPERTS) if unreached_LE[layer, expert]]
         for layer, name in enumerate(scores.names)
     }
-    for values in (scores.channels_LEI, scores.first_order_LE, scores.second_order_LE, scores.gate_sum_LE):
+    for values in (scores.channels_LEI, scores.first_order_LE, scores.second_order_LE, scores.routing_weight_sum_LE):
         assert torch.isfinite(values).all()
         assert (values[unreached_LE] == 0).all()
 

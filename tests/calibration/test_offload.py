@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from brute_force import FIELDS, open_stock, save_float64
 from compressed_tensors.offload.module import offload_module, remove_module_offload
 from llmcompressor import oneshot
-from tiny import token_batches
 
 from moe_coverage_plugin import AttributionModifier
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.calibration.traced_experts import _Experts
+from moe_coverage_plugin.modeling.grouped_experts import _Experts
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.calibration.brute_force import FIELDS, open_stock, save_float64
+from tests.tiny import token_batches
 
 
 def on_disk(source: Path, directory: Path):
@@ -43,7 +43,7 @@ def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
 def test_offloaded_weights_are_not_held_between_calls(tmp_path: Path):
     """Case 19: a reference to the copy that a device is handed would keep the whole model there."""
     source = save_float64(tmp_path / "model", "qwen2_moe")
-    held = [_Experts(find_expert_blocks(open_stock(source, linear=True))[0]).projections["up_proj"]._held]
-    held.append(_Experts(find_expert_blocks(on_disk(source, tmp_path / "disk"))[0]).projections["up_proj"]._held)
+    held = [_Experts(find_moe_layers(open_stock(source, linear=True))[0]).projections["up_proj"]._held]
+    held.append(_Experts(find_moe_layers(on_disk(source, tmp_path / "disk"))[0]).projections["up_proj"]._held)
     assert held[0] is not None
     assert held[1] is None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute_force import assert_scores, expected, observe, open_stock, save_float64
 from datasets import Dataset
-from tiny import VOCAB
 from torch.utils.data import DataLoader
 
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.calibration.next_token import next_tokens
 from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches, data_hash
+from tests.calibration.brute_force import assert_scores, expected, observe, open_stock, save_float64
+from tests.tiny import VOCAB
 
 LENGTHS = (20, 7, 13, 20, 3, 16)
 PAD = 1
@@ -76,7 +76,7 @@ def test_padded_on_the_left_equals_unpadded(texts, tmp_path, metric, run):
     unpadded = observe(source, Dataset.from_list(samples), attribution, batch_size=1)
     scores = observe(source, Dataset.from_list(padded(texts, "left")), attribution, **run)
     assert torch.equal(scores.tokens_LE, unpadded.tokens_LE)
-    importances = ("first_order_LE", "second_order_LE", "gate_sum_LE", "nll_signed_LE", "nll_absolute_LE")
+    importances = ("first_order_LE", "second_order_LE", "routing_weight_sum_LE", "nll_signed_LE", "nll_absolute_LE")
     for name in ("channels_LEI", *importances, "nll_squared_LE", "layer_loss_L"):
         found, wanted = getattr(scores, name), getattr(unpadded, name)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()), msg=name)

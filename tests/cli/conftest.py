@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import pytest
 from hypothesis import HealthCheck, settings
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin.cli import main
+from tests.modifiers import harness
 
 # tests that draw examples share a copy of a checkpoint, which every example restores
 settings.register_profile(

@@ -8,16 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.core.score_file import load_scores, save_scores
+from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, SCORES_NAME
 from moe_coverage_plugin.parallelism import imbalance
+from tests.modifiers import harness
 
 WEIGHTS = "model.safetensors"
 
@@ -37,7 +37,7 @@ def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, requ
     assert {layer["name"]: layer["widths"] for layer in summary["layers"]} == manifest.widths
     assert {
         layer["name"]: layer["removed"] for layer in summary["layers"] if layer["removed"]
-    } == manifest.dead_experts
+    } == manifest.removed_experts
     assert (summary["layout"], summary["provenance"]) == (manifest.layout, manifest.provenance)
     blocks = json.loads((directory / REPORT_NAME).read_text())["blocks"]
     for layer in summary["layers"]:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from llmcompressor import oneshot
 from safetensors.torch import load_file
-from tiny import add_tokenizer, save_model
 from transformers import conversion_mapping, monkey_patching
 
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
+from tests.modifiers import harness
+from tests.tiny import add_tokenizer, save_model
 
 SEQUENCE = 16
 TEXT = " ".join(f"w{(7 * number) % 40 + 20}" for number in range(3 * SEQUENCE * 8))

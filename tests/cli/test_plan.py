@@ -13,11 +13,11 @@ from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.cli.arguments import CHOICES
 from moe_coverage_plugin.core.alignment import AlignmentStrategy, RemainderRule, align_blocks
 from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
+from moe_coverage_plugin.core.attribution import ExpertImportance
 from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
-from moe_coverage_plugin.core.score_file import load_scores, save_scores
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.core.smoothing import Smoothing
-from moe_coverage_plugin.core.statistics import ExpertImportance
+from moe_coverage_plugin.files.scores import load_scores, save_scores
 
 # the options of harness.pruning()
 AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")

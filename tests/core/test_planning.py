@@ -31,7 +31,7 @@ def scores_of(seed: int, **fields) -> AttributionScores:
         first_order_LE=rand(L, E),
         second_order_LE=rand(L, E),
         tokens_LE=torch.randint(0, 50, (L, E), generator=generator),
-        gate_sum_LE=rand(L, E),
+        routing_weight_sum_LE=rand(L, E),
         **fields,
     )
 

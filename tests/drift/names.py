@@ -86,7 +86,7 @@ STAND_INS = {
     ),
     "llmcompressor": (
         StandIn(
-            f"{OURS}.calibration.traced_experts.traced_experts.forward",
+            f"{OURS}.calibration.grouped_experts.grouped_experts.forward",
             f"{LINEAR_EXPERTS}.forward",
             0,
             "put on experts",

@@ -11,7 +11,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-from runs import prune, source
+
+from tests.checkpoint.runs import prune, source
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
-from questions import QUIZ, TEXT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_coverage_plugin import load
 from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask, evaluate
+from tests.evaluation.questions import QUIZ, TEXT
 
 
 def opened(path, name):

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from questions import QUIZ, TEXT
 
 from benchmarks.paper_protocol import TASKS
 from moe_coverage_plugin.cli import evaluation as command
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.evaluation import backends, local_tasks, options
 from moe_coverage_plugin.evaluation.tasks import Tasks
+from tests.evaluation.questions import QUIZ, TEXT
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from questions import QUIZ
 
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask
 from moe_coverage_plugin.evaluation.local_tasks import FIELDS, TEMPLATES
 from moe_coverage_plugin.evaluation.tasks import Tasks
+from tests.evaluation.questions import QUIZ
 
 
 def documents(local):

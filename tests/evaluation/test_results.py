@@ -6,11 +6,11 @@ import json
 import shutil
 
 import pytest
-from questions import QUIZ, TEXT
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask, Results, backends, evaluate, run
+from tests.evaluation.questions import QUIZ, TEXT
 
 
 @pytest.fixture

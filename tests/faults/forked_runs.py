@@ -21,11 +21,11 @@ import torch
 import tqdm
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from runs import W4
-from tiny import token_batches
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.surgery import checkpoint
+from moe_coverage_plugin.checkpoint import saving
+from tests.checkpoint.runs import W4
+from tests.tiny import token_batches
 
 SCORES = "kept.bin"
 OUTPUT = "out"
@@ -37,7 +37,7 @@ def phases(report: Callable[[str], None]) -> None:
         (AttributionModifier, "on_calibration_start", "scoring"),
         (CoverageModifier, "on_calibration_end", "planning"),
         (QuantizationModifier, "on_calibration_start", "quantizing"),
-        (checkpoint, "staged", "saving"),
+        (saving, "staged", "saving"),
     ):
         setattr(owner, method, _reporting(getattr(owner, method), phase, report))
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.score_file import LENGTH_BYTES, NO_DIGEST, load_scores, save_scores
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.files.scores import LENGTH_BYTES, NO_DIGEST, load_scores, save_scores
+from moe_coverage_plugin.files.weights import weight_files
 from moe_coverage_plugin.manifest import CHECKSUM_KEY, CONFIG_KEY, INDEX_NAME, CoverageError, Manifest, checksum
-from moe_coverage_plugin.weight_files import weight_files
 
 ODD: list[Any] = [None, True, False, -1, 0, 1, 1.0, 64, 10**30, 0.5, float("nan"), float("inf"), "", "no", "../x"]
 ODD += ["/etc/passwd", "a\0.safetensors", "\ud800", [], [[]], {}, {"": 1}, [1] * 9, "[" * 9]
@@ -265,7 +265,7 @@ def fuzz_forged_scores(directory: Path, data: bytes) -> bool:
     assert bool((scores.channels_LEI >= 0).all() and scores.channels_LEI.isfinite().all())
     assert len(scores.names) == len(scores.top_k) == layers
     assert all(1 <= picked <= experts for picked in scores.top_k)
-    assert scores.tokens_LE.shape == scores.gate_sum_LE.shape == (layers, experts)
+    assert scores.tokens_LE.shape == scores.routing_weight_sum_LE.shape == (layers, experts)
     return True
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import aligned, config_json, logits, prune, source
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, checksum
 from moe_coverage_plugin.serving.headers import check_headers, has_weights
+from tests.checkpoint.runs import aligned, config_json, logits, prune, source
 
 Edit = Callable[[Path], object]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import aligned, config_json, logits, prune, source
 
 import moe_coverage_plugin
 from moe_coverage_plugin import CoverageError, load
 from moe_coverage_plugin.cli import main
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
+from tests.checkpoint.runs import aligned, config_json, logits, prune, source
 
 WEIGHTS = "model.safetensors"
 CODE = """
@@ -185,8 +185,8 @@ OPENED = {
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     "recovery/run.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     # the toolkit's name for what a config says of experts
-    "calibration/expert_blocks.py": {"MoEConfig.from_config": False},
-    "surgery/loading.py": {
+    "modeling/moe_layers.py": {"MoEConfig.from_config": False},
+    "checkpoint/loading.py": {
         "AutoConfig.from_pretrained": True,
         "factory.from_config": True,
         # has no code to run

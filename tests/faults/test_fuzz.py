@@ -41,9 +41,9 @@ def test_readers_of_damaged_files(workspace: Path, name: str) -> None:
     [
         ("manifest", "moe_coverage_plugin.manifest.checksum"),
         ("manifest", "moe_coverage_plugin.manifest.Manifest._check_types"),
-        ("index", "moe_coverage_plugin.weight_files._indexed_names"),
-        ("scores", "moe_coverage_plugin.core.score_file._check_digest"),
-        ("forged_scores", "moe_coverage_plugin.core.score_file._check_shapes"),
+        ("index", "moe_coverage_plugin.files.weights._indexed_names"),
+        ("scores", "moe_coverage_plugin.files.scores._check_digest"),
+        ("forged_scores", "moe_coverage_plugin.files.scores._check_shapes"),
     ],
 )
 def test_a_reader_without_a_check_is_found_out(

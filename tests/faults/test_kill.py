@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from runs import aligned, logits, source
 from torch import Tensor
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from tests.checkpoint.runs import aligned, logits, source
 
 SEED, MOMENTS = 20, 20
 STRATA = ("scoring", "planning", "saving")
@@ -45,8 +45,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def order(workspace: Path) -> Iterator[Order]:
     """Has a run made in a process of its own, and killed where asked."""
     model = source(workspace / "model")
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join(map(str, (tests.parent, tests, tests / "surgery")))
+    root = str(Path(__file__).parents[2])
     read, write = os.pipe()
     with (workspace / "errors.txt").open("w") as errors:
         program = subprocess.Popen(
@@ -55,7 +54,7 @@ def order(workspace: Path) -> Iterator[Order]:
             stdout=errors,
             stderr=errors,
             pass_fds=[write],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": root},
             text=True,
         )
     os.close(write)

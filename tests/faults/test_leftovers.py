@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from moe_coverage_plugin import CoverageError, load
-from moe_coverage_plugin.atomic_files import in_use, remove_leftovers, write_atomically
-from moe_coverage_plugin.surgery.checkpoint import check_output, staged
+from moe_coverage_plugin.checkpoint.saving import check_output, staged
+from moe_coverage_plugin.files.atomic import in_use, remove_leftovers, write_atomically
 
 WRITER = """
 import sys
 from pathlib import Path
 from moe_coverage_plugin import CoverageError, load
-from moe_coverage_plugin.atomic_files import in_use
+from moe_coverage_plugin.files.atomic import in_use
 
 with in_use(Path(sys.argv[1])), in_use(Path(sys.argv[2])):
     print("writing", flush=True)

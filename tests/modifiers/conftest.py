@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import harness
 import pytest
 from transformers import PreTrainedModel
+
+from tests.modifiers import harness
 
 
 @pytest.fixture(scope="session")

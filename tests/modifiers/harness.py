@@ -12,7 +12,6 @@ import torch
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers import Modifier
-from tiny import VOCAB, save_model, token_batches
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,7 +22,8 @@ from moe_coverage_plugin import (
     CoverageError,
     CoverageModifier,
 )
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.tiny import VOCAB, save_model, token_batches
 
 LAYERS, EXPERTS, CHANNELS, TOP_K = 2, 8, 256, 2
 BLOCK = 64
@@ -98,7 +98,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 def widths(model: PreTrainedModel) -> list[list[int]]:
     """Channels of every expert of every layer, as the modules have them."""
-    return [block.widths for block in find_expert_blocks(model)]
+    return [block.widths for block in find_moe_layers(model)]
 
 
 def flat_widths(model: PreTrainedModel) -> list[int]:

@@ -12,12 +12,12 @@ from compressed_tensors.distributed import init_dist
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
-from tiny import token_batches
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AttributionModifier, CoverageError, recommended_recipe
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.tiny import token_batches
 
 
 def main(source: str, output: str) -> None:
@@ -40,7 +40,7 @@ def main(source: str, output: str) -> None:
     model, attribution = calibrate(source, dataset.shard(ranks, rank))
     scores = attribution.measured
     result = {
-        "widths": [block.widths for block in find_expert_blocks(model)],
+        "widths": [block.widths for block in find_moe_layers(model)],
         "order": torch.sort(scores.channels_LEI, dim=-1, descending=True, stable=True).indices.tolist(),
         "tokens": scores.tokens_LE.tolist(),
         "calibration": attribution.provenance,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier, WandaPruningModifier
@@ -20,7 +19,8 @@ from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.calibration.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.modeling.causal_mask import forget_causal_mask, keep_causal_mask
+from tests.modifiers.harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
 
 COMPANIONS: dict[str, Any] = {
     "quantization": lambda: [QuantizationModifier(**W4_GROUP_64)],
@@ -141,10 +141,10 @@ def test_reap_in_a_later_run(source: Path, tmp_path: Path):
 OPEN_BY_LOADER = """
 import sys
 import torch
-from harness import W4_GROUP_64, compress, logits, pruning
+from tests.modifiers.harness import W4_GROUP_64, compress, logits, pruning
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from moe_coverage_plugin.surgery.lazy_modules import forget_lazy_modules
+from moe_coverage_plugin.modeling.lazy_modules import forget_lazy_modules
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 forget_lazy_modules()
@@ -156,8 +156,8 @@ torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROU
 
 def test_model_object_of_load_quantizable_moe(source: Path, tmp_path: Path):
     from_path = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()])
-    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", OPEN_BY_LOADER, str(source), str(tmp_path / "logits.pt")]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, check=True, capture_output=True)
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=True, capture_output=True)
     # the weights are the same bits, but lie at other addresses, which moves the last bit of a sum
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(from_path), rtol=0, atol=1e-5)

@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import BLOCK, W4_GROUP_64, compress, logits, open_linear, pruning, refusal, save_tiny, widths
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
+from tests.modifiers.harness import (
+    BLOCK,
+    W4_GROUP_64,
+    compress,
+    logits,
+    open_linear,
+    pruning,
+    refusal,
+    save_tiny,
+    widths,
+)
 
 BESIDE_CHECKPOINT = "moe_coverage_scores.bin"
 
@@ -86,7 +96,7 @@ def test_16_bit_and_32_bit_copies_of_a_model_share_scores(source: Path, kept: Pa
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ({"num_hidden_layers": 3}, "scores other expert blocks"),
+        ({"num_hidden_layers": 3}, "scores other MoE layers"),
         ({"moe_intermediate_size": 128}, "the model has"),
         ({"num_experts": 4}, "the model has"),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import W4_GROUP_64, compress, flat_widths, logits, pruning, refusal, save_tiny
 from llmcompressor import oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.autoround import AutoRoundModifier
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, load
+from tests.modifiers.harness import W4_GROUP_64, compress, flat_widths, logits, pruning, refusal, save_tiny
 
 BY_TOKEN: Any = {
     "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}

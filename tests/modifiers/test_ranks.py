@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import rank_worker
 import torch
+
+from tests.modifiers import rank_worker
 
 HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -18,7 +19,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_two_ranks_come_to_the_plan_of_one(source: Path, tmp_path: Path):
     """Before that they are dealt the same samples, which is refused."""
     rank_worker.main(str(source), str(tmp_path))
-    paths = [str(HERE.parent), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [*TORCHRUN, HERE / "rank_worker.py", source, tmp_path]
     run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)

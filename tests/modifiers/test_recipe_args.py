@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import CHANNELS, EXPERTS, LAYERS, YAML, compress, pruning, widths
 
 from moe_coverage_plugin import Manifest
+from tests.modifiers.harness import CHANNELS, EXPERTS, LAYERS, YAML, compress, pruning, widths
 
 TOTAL = LAYERS * EXPERTS * CHANNELS
 AS_MAPPING = {"sparsity": 0.4, "block_size": 32, "min_width": 32, "intra_layer": "topk_channel", "layer_batches": 2}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import compress, logits, widths
-from tiny import save_model, token_batches
 
 from moe_coverage_plugin import CoverageError, Manifest, load, recipe_path
+from tests.modifiers.harness import compress, logits, widths
+from tests.tiny import save_model, token_batches
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in (REPOSITORY / "recipes").glob("*.yaml"))

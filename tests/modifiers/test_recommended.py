@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import BLOCK, CHANNELS, EXPERTS, LAYERS, TOP_K, compress, logits, open_linear, pruning, refusal, widths
-from tiny import VOCAB, add_tokenizer, save_model, token_batches
 from torch.nn.functional import mse_loss
 
 from moe_coverage_plugin import (
@@ -23,9 +21,23 @@ from moe_coverage_plugin import (
     recipe_path,
     recommended_recipe,
 )
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
-from moe_coverage_plugin.core.score_file import load_scores
+from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.modifiers.harness import (
+    BLOCK,
+    CHANNELS,
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    compress,
+    logits,
+    open_linear,
+    pruning,
+    refusal,
+    widths,
+)
+from tests.tiny import VOCAB, add_tokenizer, save_model, token_batches
 
 W4_MEMBERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
@@ -197,7 +209,7 @@ def test_obs_keeps_one_of_two_channels_that_say_the_same(source: Path):
 def with_twins(source: Path):
     """The model with the first half of the channels of every expert again as its second."""
     model, half = open_linear(source), CHANNELS // 2
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         for mlp in block.mlps:
             for linear in (mlp.gate_proj, mlp.up_proj):
                 linear.weight[half:] = linear.weight[:half]

@@ -13,13 +13,11 @@ import psutil
 import pytest
 import torch
 import transformers
-from harness import BLOCK, CHANNELS, TOP_K, W4_GROUP_64, compress, open_linear, pruning, refusal, save_tiny, widths
 from llmcompressor.core import LifecycleCallbacks, active_session, reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from pydantic import ValidationError
-from tiny import COMMON, add_tokenizer, token_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import (
@@ -31,6 +29,19 @@ from moe_coverage_plugin import (
     load,
 )
 from moe_coverage_plugin.manifest import REPORT_NAME
+from tests.modifiers.harness import (
+    BLOCK,
+    CHANNELS,
+    TOP_K,
+    W4_GROUP_64,
+    compress,
+    open_linear,
+    pruning,
+    refusal,
+    save_tiny,
+    widths,
+)
+from tests.tiny import COMMON, add_tokenizer, token_batches
 
 QUANTIZERS = [GPTQModifier, QuantizationModifier]
 
@@ -390,12 +401,12 @@ def test_model_without_experts(tmp_path: Path, output: Path):
 
 def test_ignore_that_leaves_nothing(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, pruning(ignore=["re:.*experts$"]), output)
-    assert re.search("leaves none of 2 expert blocks to prune: shorten it", message)
+    assert re.search("leaves none of 2 MoE layers to prune: shorten it", message)
 
 
 def test_ignore_that_matches_nothing(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, pruning(ignore=["model.layers.7"]), output)
-    assert re.search(r"'model\.layers\.7' matches no expert block, the blocks are model\.layers\.0\.mlp", message)
+    assert re.search(r"'model\.layers\.7' matches no MoE layer, the blocks are model\.layers\.0\.mlp", message)
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import YAML, compress, pruning, widths
 from llmcompressor.modifiers import ModifierFactory
 
 import moe_coverage_plugin
+from tests.modifiers.harness import YAML, compress, pruning, widths
 
 NAMES = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]
 
@@ -51,7 +51,9 @@ def test_costs_nothing_without_the_toolkit():
     assert run.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("module", ["calibration.expert_blocks", "surgery.loading", "modifiers.alignment"])
+@pytest.mark.parametrize(
+    "module", ["modeling.moe_layers", "calibration.observer", "checkpoint.loading", "modifiers.alignment"]
+)
 def test_any_module_may_be_imported_first(module: str):
     """The toolkit, imported by one of our modules, has our modifiers imported, which need that module."""
     command = [sys.executable, "-c", f"import moe_coverage_plugin.{module}"]

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core import active_session, reset_session
+from llmcompressor.pipelines import CalibrationPipeline
+from torch.utils.data import DataLoader
+
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier, Manifest, load
+from moe_coverage_plugin.modifiers.attribution import TOKEN_FLOOR
+from moe_coverage_plugin.modifiers.channel_pruning import model_bytes
+from tests.modifiers.harness import (
     BLOCK,
     CHANNELS,
     EXPERTS,
@@ -21,15 +29,7 @@ from harness import (
     save_tiny,
     widths,
 )
-from llmcompressor.args import DatasetArguments
-from llmcompressor.core import active_session, reset_session
-from llmcompressor.pipelines import CalibrationPipeline
-from tiny import token_batches
-from torch.utils.data import DataLoader
-
-from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier, Manifest, load
-from moe_coverage_plugin.modifiers.attribution import TOKEN_FLOOR
-from moe_coverage_plugin.modifiers.channel_pruning import model_bytes
+from tests.tiny import token_batches
 
 REPORT = "moe_coverage_report.json"
 EXPERTS_NAME = "model.layers.{}.mlp.experts"
@@ -72,7 +72,7 @@ def test_layouts_that_cannot_remove_experts(source: Path, tmp_path: Path, layout
     model = compress(source, pruning(0.5, layout=layout), output_dir=str(output))
     manifest = Manifest.from_checkpoint(output)
     assert len(manifest.distinct_widths) == 1
-    assert not manifest.dead_experts
+    assert not manifest.removed_experts
     assert report_of(output)["experts_kept_for_layout"] == dropped
     kept = BLOCK if layout == "padded" else manifest.distinct_widths[0]
     assert f"WARNING layout='{layout}' cannot remove experts: {dropped} keep {kept} channels instead of none" in log

@@ -10,7 +10,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from harness import (
+from llmcompressor.modifiers import Modifier
+
+from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
+from moe_coverage_plugin.core.alignment import RemainderRule
+from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
+from moe_coverage_plugin.core.attribution import ChannelMetric, ExpertImportance
+from moe_coverage_plugin.core.smoothing import Smoothing
+from moe_coverage_plugin.modifiers.coverage import ExpertPrior, LayerPrior
+from moe_coverage_plugin.modifiers.plan import PlanModifier
+from tests.modifiers.harness import (
     BLOCK,
     CHANNELS,
     EXPERTS,
@@ -23,16 +32,7 @@ from harness import (
     save_tiny,
     widths,
 )
-from llmcompressor.modifiers import Modifier
-from tiny import GROUP_LIMITED, add_tokenizer
-
-from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.core.alignment import RemainderRule
-from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
-from moe_coverage_plugin.core.smoothing import Smoothing
-from moe_coverage_plugin.core.statistics import ChannelMetric, ExpertImportance
-from moe_coverage_plugin.modifiers.coverage import ExpertPrior, LayerPrior
-from moe_coverage_plugin.modifiers.plan import PlanModifier
+from tests.tiny import GROUP_LIMITED, add_tokenizer
 
 TOTAL = LAYERS * EXPERTS * CHANNELS
 SPARSITY = 0.15

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cycles import FAST, cycles
 from datasets import Dataset
-from runs import prune, source
 
 from moe_coverage_plugin.recovery import RecoveryOptions
+from tests.checkpoint.runs import prune, source
+from tests.recovery.cycles import FAST, cycles
 
 
 @pytest.fixture(scope="session")

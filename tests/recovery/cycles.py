@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tiny import VOCAB
+
+from tests.tiny import VOCAB
 
 LENGTH = 32
 # rates that a handful of steps suffices for

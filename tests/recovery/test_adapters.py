@@ -6,18 +6,18 @@ import copy
 
 import pytest
 import torch
-from runs import aligned, linear_model, logits, prompt
 from torch import Tensor
 from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin import load
-from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
+from moe_coverage_plugin.modeling.router_mask import mask_router
+from moe_coverage_plugin.modeling.slicing import prune_layer
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import Adapters, attach, router_module
 from moe_coverage_plugin.recovery.experts import can_be_grouped, grouped_experts
-from moe_coverage_plugin.surgery.experts import prune_block
-from moe_coverage_plugin.surgery.router import mask_router
+from tests.checkpoint.runs import aligned, linear_model, logits, prompt
 
 # a rank that is no multiple of eight
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
@@ -66,9 +66,9 @@ def test_adapters_change_nothing_at_first(pruned, dtype):
 def test_all_at_once_is_what_peft_computes(family):
     """Unequal widths, removed experts, a rank that is padded; experts with biases keep the toolkit's loop."""
     model = linear_model(family)
-    for block in find_expert_blocks(model):
+    for block in find_moe_layers(model):
         kept = [torch.arange(block.widths[e] - 28 * e) for e in range(block.num_experts)]
-        prune_block(block, [kept_N if e != 1 else kept_N[:0] for e, kept_N in enumerate(kept)])
+        prune_layer(block, [kept_N if e != 1 else kept_N[:0] for e, kept_N in enumerate(kept)])
         mask_router(block)
     adapters = attach(aligned(model), OPTIONS)
     assert [can_be_grouped(block) for block in adapters.blocks] == [family != "gpt_oss"] * len(adapters.blocks)
@@ -83,7 +83,7 @@ def test_all_at_once_is_what_peft_computes(family):
 
 
 def test_merged_is_unmerged(model):
-    widths = [block.widths for block in find_expert_blocks(model)]
+    widths = [block.widths for block in find_moe_layers(model)]
     before = logits(model)
     adapters = attach(model, OPTIONS)
     disturb(adapters)
@@ -92,9 +92,9 @@ def test_merged_is_unmerged(model):
     assert not torch.allclose(expected, before, atol=1e-2)
     adapters.merge()
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    assert [block.widths for block in find_expert_blocks(model)] == widths
-    for block in find_expert_blocks(model):
-        assert all(type(linear) is Linear and linear.weight.is_contiguous() for linear in block_linears(block))
+    assert [block.widths for block in find_moe_layers(model)] == widths
+    for block in find_moe_layers(model):
+        assert all(type(linear) is Linear and linear.weight.is_contiguous() for linear in expert_linears(block))
         assert not hasattr(block.experts, "peft_config")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -120,7 +120,7 @@ def test_a_removed_expert_is_never_chosen(model):
 
 def test_channels_that_are_zero_stay_zero(model):
     """No magnitude, no direction: a division of nothing by nothing would spread over the whole model."""
-    linear = block_linears(find_expert_blocks(model)[0])[0]
+    linear = expert_linears(find_moe_layers(model)[0])[0]
     with torch.no_grad():
         linear.weight[3] = 0
     adapters = attach(model, OPTIONS)
@@ -128,7 +128,7 @@ def test_channels_that_are_zero_stay_zero(model):
         slopes = gradients(model, adapters)
     assert all(torch.isfinite(gradient).all() for gradient in slopes.values())
     adapters.merge()
-    linear = block_linears(find_expert_blocks(model)[0])[0]
+    linear = expert_linears(find_moe_layers(model)[0])[0]
     assert not linear.weight[3].any()
     assert torch.isfinite(linear.weight).all()
 
@@ -138,7 +138,9 @@ def test_storage_is_that_of_the_weights(model):
     adapters = attach(copy.deepcopy(model), OPTIONS)
     with grouped_experts(adapters.adapted):
         for block in adapters.adapted:
-            storages = {linear.get_base_layer().weight.untyped_storage().data_ptr() for linear in block_linears(block)}
+            storages = {
+                linear.get_base_layer().weight.untyped_storage().data_ptr() for linear in expert_linears(block)
+            }
             assert len(storages) == 3
 
 

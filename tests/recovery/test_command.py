@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cycles import FAST
 
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.cli.finetune import OPTIONS
 from moe_coverage_plugin.recovery import RecoveryOptions
+from tests.recovery.cycles import FAST
 
 
 def test_options_and_defaults_are_those_of_the_function():

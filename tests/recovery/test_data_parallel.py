@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from cycles import FAST
-from runs import tensors
 
 from moe_coverage_plugin import Manifest, finetune
 from moe_coverage_plugin.recovery import RecoveryOptions
+from tests.checkpoint.runs import tensors
+from tests.recovery.cycles import FAST
 
 HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -20,7 +20,7 @@ VALUES = FAST | {"steps": 4, "batch_size": 3, "balance": 0.1, "save_every": 2}
 PROGRAM = """
 import sys, torch
 torch.set_num_threads(1)
-from cycles import cycles
+from tests.recovery.cycles import cycles
 from moe_coverage_plugin import RecoveryOptions, finetune
 done = finetune(sys.argv[1], cycles(seed=1), sys.argv[2], RecoveryOptions(**eval(sys.argv[3])))
 # in one piece: both ranks write to one pipe
@@ -30,7 +30,7 @@ sys.stdout.write(f"writes {done.writes} {done.before} {done.after}\\n")
 
 def test_two_ranks_are_one_that_accumulates(pruned, text, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # cards are for the tests of cards

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import linear_model, prompt
 from torch.nn.functional import cross_entropy, kl_div
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from moe_coverage_plugin.calibration.expert_blocks import find_expert_blocks
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from moe_coverage_plugin.modeling.router_mask import mask_router
+from moe_coverage_plugin.modeling.slicing import remove_expert
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.losses import LoadBalance, batch_loss
-from moe_coverage_plugin.surgery.experts import remove_expert
-from moe_coverage_plugin.surgery.router import mask_router
+from tests.checkpoint.runs import linear_model, prompt
 
 
 def values(seed: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_autograd(distill, temperature):
 def test_the_balance_is_that_of_transformers():
     """Of one layer, for transformers takes several together."""
     model = linear_model("qwen3_moe", num_hidden_layers=1)
-    balance = LoadBalance(find_expert_blocks(model))
+    balance = LoadBalance(find_moe_layers(model))
     with balance.observed():
         found = model(input_ids=prompt(), output_router_logits=True)
     expected = load_balancing_loss_func(found.router_logits, 8, 2)
@@ -50,7 +50,7 @@ def test_the_balance_is_that_of_transformers():
 
 def test_removed_experts_take_no_part_in_the_balance():
     model = linear_model("qwen3_moe", num_hidden_layers=1)
-    (block,) = find_expert_blocks(model)
+    (block,) = find_moe_layers(model)
     remove_expert(block, 2)
     remove_expert(block, 5)
     mask_router(block)

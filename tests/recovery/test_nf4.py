@@ -10,17 +10,17 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
-from runs import aligned, config_json, logits, prompt, tensors
 from torch.nn import Linear, Parameter
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, finetune, load
-from moe_coverage_plugin.calibration.expert_blocks import block_linears, find_expert_blocks
+from moe_coverage_plugin.modeling import nf4
+from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import attach
 from moe_coverage_plugin.recovery.experts import grouped_experts
 from moe_coverage_plugin.recovery.run import NO_EXPERT
-from moe_coverage_plugin.surgery import nf4
+from tests.checkpoint.runs import aligned, config_json, logits, prompt, tensors
 
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
@@ -29,8 +29,8 @@ OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 def rounded(path: Path) -> PreTrainedModel:
     """The 16-bit model, its experts gone through bitsandbytes and back."""
     model = load(path)
-    for block in find_expert_blocks(model):
-        for linear in block_linears(block):
+    for block in find_moe_layers(model):
+        for linear in expert_linears(block):
             weight = linear.weight.detach()
             linear.weight = Parameter(dequantize_4bit(*quantize_4bit(weight, quant_type="nf4")))
     return aligned(model)
@@ -59,7 +59,7 @@ def adapted(model: PreTrainedModel) -> tuple[Any, torch.Tensor, dict[str, torch.
 def test_only_experts_are_in_four_bits(pruned):
     model = in_nf4(pruned)
     packed = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    experts = {id(linear) for block in find_expert_blocks(model) for linear in block_linears(block)}
+    experts = {id(linear) for block in find_moe_layers(model) for linear in expert_linears(block)}
     assert {id(model.get_submodule(name)) for name in packed} == experts
 
 
@@ -73,8 +73,8 @@ def test_adapters_see_the_rounded_weights(pruned):
         torch.testing.assert_close(gradient, slopes[name], rtol=1e-3, atol=1e-5, msg=name)
     adapters.merge()
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    for block in find_expert_blocks(model):
-        assert all(type(linear) is Linear and linear.weight.dtype == torch.float32 for linear in block_linears(block))
+    for block in find_moe_layers(model):
+        assert all(type(linear) is Linear and linear.weight.dtype == torch.float32 for linear in expert_linears(block))
 
 
 def test_magnitudes_begin_as_lengths_of_rounded_rows(pruned):

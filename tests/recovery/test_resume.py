@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cycles import FAST, cycles
-from runs import tensors
 
 from moe_coverage_plugin import CoverageError, finetune
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.curve import CURVE_NAME
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
+from tests.checkpoint.runs import tensors
+from tests.recovery.cycles import FAST, cycles
 
 STEPS = 24
 SCRIPT = "import sys; from moe_coverage_plugin.cli import main; sys.exit(main())"

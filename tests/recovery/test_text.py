@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from tiny import add_tokenizer
 from transformers import AutoTokenizer
 
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.recovery.text import pack, split
 from moe_coverage_plugin.recovery.training import Order
+from tests.tiny import add_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Runs in the compressing environment; the serving tests run in another, without the toolkit.
 
-    PYTHONPATH=tests python tests/serving/make_checkpoints.py [DIRECTORY]
+    PYTHONPATH=. python tests/serving/make_checkpoints.py [DIRECTORY]
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 import yaml
 from llmcompressor import oneshot
 from safetensors.torch import save_file
-from tiny import GROUP_LIMITED, LISTED, VOCAB, add_tokenizer, save_model, token_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import load, recipe_path
-from moe_coverage_plugin.surgery import checkpoint
+from moe_coverage_plugin.checkpoint import saving
+from tests.tiny import GROUP_LIMITED, LISTED, VOCAB, add_tokenizer, save_model, token_batches
 
 PROMPT_TOKENS = 64
 DRAWS = 8
@@ -231,7 +231,7 @@ def make_half_written(directory: Path) -> None:
     model = load(directory / "ragged_fp32")
     if (child := os.fork()) == 0:
         torch.set_num_threads(1)  # threads do not survive a fork
-        checkpoint.write_entry = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        saving.write_entry = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         model.save_pretrained(directory / "half_written")
         os._exit(1)
     _, status = os.waitpid(child, 0)

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from moe_coverage_plugin.core.ragged import ExpertWeights
-from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
 
 # a range to be rounded holds zero

@@ -13,12 +13,12 @@ from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat, register
 from moe_coverage_plugin.serving.config import CoverageConfig
 from moe_coverage_plugin.serving.deployment import refuse_options
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
 WEIGHTS = {

@@ -102,7 +102,7 @@ def test_rounds_activations_token_by_token(name: str) -> None:
 def test_families_lost_whole_experts_and_kept_more_than_are_picked(name: str) -> None:
     manifest = Manifest.from_checkpoint(checkpoint_path(name))
     assert manifest is not None
-    assert manifest.dead_experts
+    assert manifest.removed_experts
     assert all(len(widths) - widths.count(0) > TOP_K for widths in manifest.widths.values())
 
 

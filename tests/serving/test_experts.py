@@ -8,9 +8,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod, announce_slow_path
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 
 NAME = "model.layers.1.mlp.experts"
 

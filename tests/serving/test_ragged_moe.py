@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, RaggedWeights, ragged_moe, routed_experts
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import ExpertStorage
 from tests.serving.random_experts import RaggedExperts
 

@@ -90,7 +90,7 @@ def narrow_a_weight(tensors: dict[str, torch.Tensor]) -> None:
 
 def revive_an_expert(tensors: dict[str, torch.Tensor]) -> None:
     widths = json.loads((checkpoint_path("ragged_w4a16") / "config.json").read_text())["quantization_config"]
-    (layer, experts), *_ = widths[CONFIG_KEY]["dead_experts"].items()
+    (layer, experts), *_ = widths[CONFIG_KEY]["removed_experts"].items()
     tensors[f"{layer}.{experts[0]}.up_proj.weight_packed"] = torch.zeros(128, 16, dtype=torch.int32)
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.serving.scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
 from tests.serving.random_experts import PROJECTIONS, RaggedExperts
 

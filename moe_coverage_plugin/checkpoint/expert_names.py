@@ -1,0 +1,60 @@
+"""Writes the projections of experts under the names that checkpoints of their family use."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeGuard
+
+from llmcompressor.modeling.moe.conversion_mappings import set_save_conversion_mapping
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
+
+from moe_coverage_plugin.modeling.expert_lists import ListedExperts
+
+# what a family merges into one tensor when it is loaded, and the projections in it in their order
+MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+# in renamings of single experts
+NUMBERED = r"experts\.(\d+)"
+
+
+def keep_family_names(model: PreTrainedModel) -> None:
+    """Make the model's saving undo the renaming of its loading for every expert, ``w1`` for ``gate_proj`` and so on.
+
+    Stock engines look for no other names, and some start with random experts where they find none.
+    """
+    transforms: list[WeightTransform] = []
+    prefixed = any(isinstance(used, PrefixChange) for used in getattr(model, "_weight_conversions", None) or ())
+    for transform in get_model_conversion_mapping(model, add_legacy=False):
+        if isinstance(transform, PrefixChange) and not prefixed:
+            continue  # the source did without
+        transforms += _renamings(transform) if _merges_experts(transform) else [transform]
+    set_save_conversion_mapping(model, transforms)
+
+
+def stores_single_experts(model: PreTrainedModel) -> bool:
+    """Whether checkpoints of the family hold every expert by itself, as ours do.
+
+    Stock transformers finds no single experts of other families: it leaves them out and starts with random ones.
+    """
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    # the toolkit's own loading puts renamings of numbered experts in the place of the mergers, for the whole process
+    if any(_merges_experts(each) or NUMBERED in each.source_patterns[0] for each in transforms):
+        return True
+    return any(isinstance(module, ListedExperts) for module in model.modules())
+
+
+def _merges_experts(transform: WeightTransform) -> TypeGuard[WeightConverter]:
+    # "*" stands for the number of an expert
+    merges = isinstance(transform, WeightConverter) and "*" in transform.source_patterns[0]
+    return merges and "experts" in transform.target_patterns[0]
+
+
+def _renamings(converter: WeightConverter) -> list[WeightTransform]:
+    projections = MERGED.get(converter.target_patterns[0].rpartition(".")[2], ())
+    renamings: list[WeightTransform] = []
+    for source, projection in zip(converter.source_patterns, projections, strict=False):
+        found = re.search(r"experts\\?\.[^A-Za-z]*\.(\w+)\\?\.weight", source)
+        if found is not None and found[1] != projection:
+            renamings.append(WeightRenaming(rf"\.experts\.(\d+)\.{found[1]}\.", rf".experts.\1.{projection}."))
+    return renamings

@@ -1,0 +1,198 @@
+"""Scores on disk: measured once, planned from as often as one likes.
+
+A safetensors file with one tensor for every tensor of :class:`AttributionScores` that was measured, bit for bit. Its
+metadata hold the format's name and version, the other fields, what the scores were measured on, and the sha256 of the
+whole file with that digest itself written as zeros. No pickle, so that a file of a stranger can be opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from moe_coverage_plugin.core.checks import require_non_negative
+from moe_coverage_plugin.core.scores import AttributionScores, StoredMetric
+from moe_coverage_plugin.files.atomic import write_atomically
+from moe_coverage_plugin.manifest import CoverageError
+
+FORMAT = "moe_coverage_scores"
+SCHEMA_VERSION = 1
+
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its JSON header."""
+
+NO_DIGEST = "0" * 64
+INTEGERS = ("tokens_LE",)
+OTHERS = ("names", "top_k", "channel_metric")
+TENSORS = [field.name for field in fields(AttributionScores) if field.name not in OTHERS]
+REQUIRED = {field.name for field in fields(AttributionScores) if field.name in TENSORS and field.default is not None}
+
+
+def save_scores(path: str | Path, scores: AttributionScores, provenance: dict[str, Any]) -> None:
+    """Write a score file, complete or not at all.
+
+    Args:
+        path: its directory is made where it is missing.
+        scores: any device; stored as float64 and int64.
+        provenance: JSON-ready; what the scores were measured on, for people.
+
+    Raises:
+        CoverageError: channel scores that are NaN, infinite or negative, tensors of unlike shapes, or a file that
+            cannot be written.
+    """
+    found = {name: tensor for name in TENSORS if (tensor := getattr(scores, name)) is not None}
+    _check_saved_shapes(len(scores.names), found)
+    _check_channels(scores.channels_LEI)
+    tensors = {name: _stored(name, tensor) for name, tensor in found.items()}
+    metadata = {
+        "format": FORMAT,
+        "schema_version": str(SCHEMA_VERSION),
+        "names": json.dumps(scores.names),
+        "top_k": json.dumps(scores.top_k),
+        "channel_metric": scores.channel_metric,
+        "provenance": json.dumps(provenance, sort_keys=True),
+        "sha256": NO_DIGEST,
+    }
+    blank = save(tensors, metadata)
+    start, stop = _digest_span(blank, NO_DIGEST)
+    write_atomically(Path(path), blank[:start] + hashlib.sha256(blank).hexdigest().encode() + blank[stop:])
+
+
+def load_scores(path: str | Path) -> tuple[AttributionScores, dict[str, Any]]:
+    """Read a score file: the scores as they were saved, bit for bit, and their provenance.
+
+    Raises:
+        CoverageError: no such file, one that is damaged, of another kind or of another schema version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CoverageError(f"there is no score file {path}: AttributionModifier writes one where save_scores says")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            _check_kind(path, metadata)
+            _check_digest(path, metadata)
+            scores = _read(file, metadata)
+            provenance = _json(metadata, "provenance", dict)
+        _check_channels(scores.channels_LEI)
+    except (OSError, SafetensorError) as error:
+        raise CoverageError(
+            f"{path} cannot be read ({_one_line(error)}): it was cut off or is no score file"
+        ) from error
+    except _DamagedError as error:
+        raise CoverageError(f"{path} {error}: the file is damaged, copy it again or measure again") from error
+    return scores, provenance
+
+
+class _DamagedError(Exception):
+    """What is wrong with a file, without its name."""
+
+
+def _check_saved_shapes(layers: int, tensors: dict[str, Tensor]) -> None:
+    """Somebody who computes scores of their own hears of a mistake here, before a model is opened."""
+    experts, channels = tensors["tokens_LE"].shape[-1], tensors["channels_LEI"].shape[-1]
+    for name, tensor in tensors.items():
+        axes = len(name.rpartition("_")[2])
+        shape = (layers, experts, channels)[:axes]
+        if tensor.shape != shape or 0 in shape:
+            raise CoverageError(
+                f"{name} has shape {list(tensor.shape)}, {layers} layers of {experts} experts need "
+                f"[{', '.join([str(layers), str(experts), 'channels'][:axes])}]: stack the scores of all layers"
+            )
+
+
+def _stored(name: str, tensor: Tensor) -> Tensor:
+    dtype = torch.int64 if name in INTEGERS else torch.float64
+    # a copy of its own: safetensors refuses tensors that share memory
+    return tensor.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _check_channels(channels_LEI: Tensor) -> None:
+    require_non_negative(channels_LEI, "channel scores", ("layer", "expert"))
+
+
+def _check_kind(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise CoverageError(
+            f"{path} is a safetensors file but holds no scores: give a file that AttributionModifier wrote where "
+            "save_scores says"
+        )
+    if (version := metadata.get("schema_version")) != str(SCHEMA_VERSION):
+        raise CoverageError(
+            f"{path} has schema version {version!r}, this release reads {SCHEMA_VERSION}: measure again, or install "
+            "the release of moe-coverage-plugin that wrote it"
+        )
+
+
+def _check_digest(path: Path, metadata: dict[str, str]) -> None:
+    data = path.read_bytes()
+    digest = metadata.get("sha256", "")
+    start, stop = _digest_span(data, digest)
+    if hashlib.sha256(data[:start] + NO_DIGEST.encode() + data[stop:]).hexdigest() != digest:
+        raise _DamagedError("does not match its checksum")
+
+
+def _digest_span(data: bytes, digest: str) -> tuple[int, int]:
+    """First and last byte of the digest; inside a JSON string its quotes would be escaped, so it is found once."""
+    header_end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    before = b'"sha256":"'
+    entry = before + digest.encode() + b'"'
+    if len(digest) != len(NO_DIGEST) or data.count(entry, LENGTH_BYTES, header_end) != 1:
+        raise _DamagedError("has no checksum")
+    start = data.index(entry, LENGTH_BYTES) + len(before)
+    return start, start + len(digest)
+
+
+def _read(file: Any, metadata: dict[str, str]) -> AttributionScores:
+    names, top_k = _json(metadata, "names", list), _json(metadata, "top_k", list)
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise _DamagedError("does not name its layers")
+    metric = metadata.get("channel_metric")
+    if metric not in (known := get_args(StoredMetric)):
+        raise _DamagedError(f"has channel metric {metric!r}, known are {', '.join(known)}")
+    stored = set(file.keys())
+    if not REQUIRED <= stored <= set(TENSORS):
+        wrong = sorted((REQUIRED - stored) | (stored - set(TENSORS)))
+        raise _DamagedError(f"lacks tensors or holds foreign ones ({_one_line(', '.join(wrong))})")
+    _check_shapes(file, len(names), stored)
+    tensors = {name: file.get_tensor(name) for name in stored}
+    experts = tensors["tokens_LE"].shape[1]
+    if len(top_k) != len(names) or not all(type(picked) is int and 1 <= picked <= experts for picked in top_k):
+        raise _DamagedError(f"does not say for {len(names)} layers how many of {experts} experts each picks")
+    return AttributionScores(names=names, top_k=top_k, channel_metric=cast(StoredMetric, metric), **tensors)
+
+
+def _check_shapes(file: Any, layers: int, stored: set[str]) -> None:
+    shape = file.get_slice("channels_LEI").get_shape()
+    if len(shape) != 3 or shape[0] != layers or min(shape) < 1:
+        raise _DamagedError(f"holds channel scores of shape {shape} for {layers} layers")
+    for name in sorted(stored):
+        axes = len(name.rpartition("_")[2])
+        dtype = "I64" if name in INTEGERS else "F64"
+        found = file.get_slice(name)
+        if found.get_shape() != shape[:axes] or found.get_dtype() != dtype:
+            raise _DamagedError(
+                f"holds {name} as {found.get_dtype()} {found.get_shape()} where {dtype} {shape[:axes]} is right"
+            )
+
+
+def _json(metadata: dict[str, str], key: str, kind: type) -> Any:
+    try:
+        value = json.loads(metadata.get(key, "null"))
+    except (ValueError, RecursionError) as error:
+        raise _DamagedError(f"has {key} that are no JSON") from error
+    if not isinstance(value, kind):
+        raise _DamagedError(f"has {key} of the wrong type")
+    return value
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,192 @@
+"""Finds the MoE layers of a model. The only file that knows how model families name their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compressed_tensors.utils import match_named_modules
+from llmcompressor.modeling.moe.helpers import MoEConfig
+from llmcompressor.modeling.moe.linear_experts import ExpertMLP, LinearExperts2D
+from llmcompressor.modeling.moe.llama4 import Llama4LinearExperts
+from torch.nn import Linear, Module
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
+from moe_coverage_plugin.manifest import CoverageError
+
+ROUTER_NAMES = ("gate", "router")
+# how configs count shared experts that are as many times as wide as a routed one
+SHARED_EXPERT_KEYS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One mixture-of-experts layer: a router, its experts, and the module whose output joins them (``y``).
+
+    Attributes:
+        name: module path of the experts, ``model.layers.0.mlp.experts``.
+        moe: parent of ``experts`` and ``router``; its output includes shared experts where the model has them.
+        top_k: experts that the router picks for a token.
+    """
+
+    name: str
+    moe: Module
+    experts: LinearExperts2D
+    router: Module
+    top_k: int
+
+    @property
+    def mlps(self) -> list[ExpertMLP]:
+        """The experts in order; the container also holds the activation function, which is no expert."""
+        return [child for child in self.experts.children() if isinstance(child, ExpertMLP)]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.mlps)
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each expert, 0 where it was removed."""
+        return [expert_width(mlp) for mlp in self.mlps]
+
+
+def expert_width(mlp: ExpertMLP) -> int:
+    """Channels of an expert: the input features of its ``down_proj``, 0 for a removed expert."""
+    down = getattr(mlp, "down_proj", None)
+    return down.in_features if down is not None else 0
+
+
+def shared_experts_follow(model: PreTrainedModel) -> bool:
+    """Whether the family sizes its shared experts by the width of routed ones, so that it cannot change for all."""
+    config = model.config.get_text_config()
+    return any(getattr(config, key, None) for key in SHARED_EXPERT_KEYS)
+
+
+def projections(mlp: ExpertMLP) -> dict[str, Linear]:
+    """The linear layers of an expert by name: ``gate_proj`` (where gated), ``up_proj``, ``down_proj``."""
+    return {name: getattr(mlp, name) for name in PROJECTIONS if hasattr(mlp, name)}
+
+
+def expert_linears(layer: MoELayer) -> list[Linear]:
+    """All projections of all experts of a layer."""
+    return [linear for mlp in layer.mlps for linear in projections(mlp).values()]
+
+
+def find_moe_layers(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[MoELayer]:
+    """All MoE layers of ``model`` in layer order, without those that ``ignore`` names.
+
+    Args:
+        model: with linearized experts, as ``oneshot`` prepares it.
+        ignore: names, classes or ``re:`` patterns of experts modules (``model.layers.0.mlp.experts``), or of modules
+            that contain them (``model.layers.0``).
+
+    Raises:
+        CoverageError: no experts, experts of an unsupported kind, or an ignore entry that matches no MoE layer.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, LinearExperts2D)]
+    if not names:
+        raise CoverageError(
+            f"{type(model).__name__} has no mixture-of-experts layer in linear form: expert channels can be pruned "
+            "only in a mixture-of-experts model that llm-compressor linearizes"
+        )
+    ignored = _ignored(model, names, ignore)
+    layers = [_layer(model, name) for name in names if name not in ignored]
+    if not layers:
+        raise CoverageError(f"ignore={list(ignore)} leaves none of {len(names)} MoE layers to prune: shorten it")
+    return layers
+
+
+def _ignored(model: Module, names: Sequence[str], ignore: Sequence[str]) -> set[str]:
+    ignored: set[str] = set()
+    for entry in ignore:
+        matched = [name for name, _ in match_named_modules(model, [entry])]
+        hit = {name for name in names if any(name == m or name.startswith(f"{m}.") for m in matched)}
+        if not hit:
+            raise CoverageError(
+                f"ignore entry {entry!r} matches no MoE layer, the layers are {', '.join(names[:3])} ..."
+            )
+        ignored |= hit
+    return ignored
+
+
+def _layer(model: PreTrainedModel, name: str) -> MoELayer:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    experts = model.get_submodule(name)
+    assert isinstance(experts, LinearExperts2D)
+    router = next(
+        (getattr(parent, attr) for attr in ROUTER_NAMES if isinstance(getattr(parent, attr, None), Module)), None
+    )
+    if router is None or isinstance(experts, Llama4LinearExperts):
+        raise CoverageError(
+            f"{name} ({type(experts).__name__} in {type(parent).__name__}) hands its experts no top-k routing from a "
+            f"router beside them ({' or '.join(ROUTER_NAMES)}): this family is not supported"
+        )
+    return MoELayer(name, parent, experts, router, _top_k(model, router))
+
+
+def _top_k(model: PreTrainedModel, router: Module) -> int:
+    top_k = getattr(router, "top_k", None)
+    return (
+        top_k if isinstance(top_k, int) else MoEConfig.from_config(model.config.get_text_config()).num_experts_per_tok
+    )
+
+
+def uniform_shape(layers: Sequence[MoELayer]) -> tuple[int, int]:
+    """Experts per layer and channels per expert, which all layers must share.
+
+    Raises:
+        CoverageError: layers differ, for instance because a model was pruned before.
+    """
+    shapes = {(layer.num_experts, *sorted(set(layer.widths))) for layer in layers}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 2:
+        raise CoverageError(
+            "MoE layers differ in their numbers of experts or channels: scores of a model that was pruned before, "
+            "or of layers of several shapes, cannot be compared; prune the original model, or list the odd layers in "
+            "ignore"
+        )
+    return shape[0], shape[1]
+
+
+def correction_biases(layer: MoELayer) -> list[tuple[Module, str]]:
+    """Per-expert biases ``[..., E]`` that some routers add to the scores before they choose; saved with the model.
+
+    As the module that holds each and its name there, because a tensor of an offloaded module may be a copy.
+    """
+    return [
+        (module, "e_score_correction_bias")
+        for module in layer.moe.modules()
+        if getattr(module, "e_score_correction_bias", None) is not None
+    ]
+
+
+def routing_groups(layer: MoELayer) -> tuple[int, int]:
+    """Groups that a router sorts its experts into, and from how many of them it picks for a token; else 1 and 1."""
+    names = ("num_group", "n_group")  # one in each era of transformers
+    groups = next((value for name in names if (value := getattr(layer.router, name, None))), 1)
+    return groups, getattr(layer.router, "topk_group", None) or 1
+
+
+def experts_needed(layer: MoELayer) -> tuple[int, int]:
+    """Groups that a router sorts its experts into, 1 where it does not, and how many live ones each must have."""
+    groups, picked_groups = routing_groups(layer)
+    # a group is scored by its best two experts, so one alone would never be reached
+    return groups, max(-(-layer.top_k // picked_groups), 2 if groups > 1 else 1)
+
+
+def chooses_by_token_table(layer: MoELayer) -> bool:
+    """Whether a table of token ids chooses the experts (hash routing), whatever the router's logits are."""
+    return hasattr(layer.router, "tid2eid")
+
+
+def linears_that_must_stay(layers: Sequence[MoELayer]) -> dict[Module, str]:
+    """Modules that no quantizer may touch: routers and the gates of shared experts, with their names."""
+    forbidden: dict[Module, str] = {}
+    for layer in layers:
+        parent_name = layer.name.rpartition(".")[0]
+        for name, module in layer.moe.named_modules():
+            inside_router = module is layer.router or any(module is child for child in layer.router.modules())
+            one_output = isinstance(module, Linear) and module.out_features == 1
+            if inside_router or one_output:
+                forbidden[module] = f"{parent_name}.{name}"
+    return forbidden

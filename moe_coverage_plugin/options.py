@@ -1,0 +1,1 @@
+"""One home for options."""

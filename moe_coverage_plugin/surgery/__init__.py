@@ -1,1 +1,0 @@
-import llmcompressor  # noqa: F401  # first: it has our modifiers imported, which need the modules here whole

@@ -1,0 +1,400 @@
+"""What a run writes: complete, described by its config, and nothing at all when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moe_coverage_plugin import CoverageError, Manifest, load
+from moe_coverage_plugin.checkpoint.saving import check_output, write_entry
+from moe_coverage_plugin.manifest import REPORT_NAME
+from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
+
+MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bias")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return source(tmp_path_factory.mktemp("source") / "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return source(tmp_path_factory.mktemp("source") / "qwen2_moe", "qwen2_moe")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["16bit", "w4a16"])
+def written(request, shared, tmp_path_factory):
+    output = tmp_path_factory.mktemp("out") / "checkpoint"
+    prune(shared, output, quantize=request.param)
+    return output, request.param
+
+
+def test_config_keeps_what_engines_key_on(written, shared):
+    """Case 26: the number of experts stays what it was, whoever was removed; kernels of routers refuse odd ones."""
+    output, quantized = written
+    before, after = config_json(shared), config_json(output)
+    manifest = Manifest.from_checkpoint(output)
+    assert manifest is not None
+    for key in before.keys() - {"moe_intermediate_size", "quantization_config", "transformers_version"}:
+        assert after[key] == before[key], key
+    assert after["moe_intermediate_size"] == manifest.declared_width
+    assert len(manifest.distinct_widths) > 1, "the layout must be ragged for the rest to mean anything"
+    assert manifest.removed_experts
+    assert {len(widths) for widths in manifest.widths.values()} == {after["num_experts"]}
+    assert manifest.declared_width in manifest.distinct_widths
+    quantization = after["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert bool(quantization["config_groups"]) == quantized
+    assert quantization["moe_coverage"]["intermediate_size"] == before["moe_intermediate_size"]
+    assert manifest.block_size == BLOCK
+
+
+def test_nothing_that_routes_is_quantized(written):
+    """Case 9: neither a router nor the one-output gate of a shared expert is in 4 bits on disk."""
+    output, quantized = written
+    names = tensors(output)
+    stored_as = {name.rpartition(".")[0]: name.rpartition(".")[2] for name in names}
+    for module in stored_as:
+        if module.endswith((".gate", ".shared_expert_gate", "lm_head")):
+            assert f"{module}.weight" in names
+            assert f"{module}.weight_packed" not in names
+    assert any(name.endswith("weight_packed") for name in names) == quantized
+
+
+def test_tensors_have_the_widths_of_the_manifest(written):
+    output, quantized = written
+    manifest, found = Manifest.from_checkpoint(output), tensors(output)
+    assert manifest is not None
+    for path, widths in manifest.widths.items():
+        for expert, width in enumerate(widths):
+            mine = {name for name in found if name.startswith(f"{path}.{expert}.")}
+            if width == 0:
+                assert not mine
+                continue
+            for projection in ("gate_proj", "up_proj", "down_proj"):
+                prefix = f"{path}.{expert}.{projection}"
+                shape = [128, width] if projection == "down_proj" else [width, 128]
+                if not quantized:
+                    assert list(found[f"{prefix}.weight"].shape) == shape
+                    continue
+                assert found[f"{prefix}.weight_shape"].tolist() == shape
+                assert list(found[f"{prefix}.weight_packed"].shape) == [shape[0], shape[1] // 8]
+                assert list(found[f"{prefix}.weight_scale"].shape) == [shape[0], shape[1] // BLOCK]
+    assert all(tensor.is_contiguous() for tensor in found.values())
+
+
+def test_report_and_recipe_lie_beside(written):
+    """Case 29: seed, versions, hash of the data and recipe stand beside the checkpoint."""
+    output, quantized = written
+    report = json.loads((output / REPORT_NAME).read_text())
+    manifest = Manifest.from_checkpoint(output)
+    assert manifest is not None
+    assert {name: block["widths"] for name, block in report["blocks"].items()} == manifest.widths
+    assert {"model", "recipe", "calibration_sha256", "versions", "torch_seed"} <= manifest.provenance.keys()
+    recipe = yaml.safe_load((output / "recipe.yaml").read_text())
+    named = {name for stage in recipe.values() for group in stage.values() for name in group}
+    ours = {"AttributionModifier", "CoverageModifier", "AlignmentModifier", "ChannelPruningModifier"}
+    assert named == ours | ({"QuantizationModifier"} if quantized else set())
+    assert not list(output.parent.glob(".*")), "no partial directory stays"
+    assert (output / "tokenizer.json").is_file()
+    assert (output / "generation_config.json").is_file() or (output / "config.json").is_file()
+
+
+def test_permissions_follow_the_umask(written):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert written[0].stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "deepseek_v2"])
+def test_all_but_experts_is_left_alone(tmp_path, family):
+    """Case 5: dense first layers and shared experts, which have widths of their own, are not touched."""
+    prune(source(tmp_path / "in", family), tmp_path / "out")
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    others = {name for name in before if ".experts." not in name}
+    assert any("shared_expert" in name for name in others)
+    assert family == "qwen2_moe" or "model.layers.0.mlp.down_proj.weight" in others
+    assert {name for name in after if ".experts." not in name} == others
+    for name in others:
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(after[name], before[name].masked_fill(after[name].isinf(), float("-inf")))
+        else:
+            assert torch.equal(after[name], before[name]), name
+
+
+def test_width_of_a_nested_config(tmp_path):
+    """Case 28: the width of a language model with a config of its own is changed there, and nowhere else."""
+    vision = {"intermediate_size": 256, "moe_intermediate_size": 128}
+    text = {"moe_intermediate_size": 128, "intermediate_size": 256, "num_experts": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": vision, "hidden_size": 8}))
+    manifest = Manifest("ragged", 128, {"model.layers.0.mlp.experts": [96, 32]})
+    write_entry(tmp_path, manifest, quantized=False)
+    after = config_json(tmp_path)
+    assert after["text_config"] == text | {"moe_intermediate_size": 32}
+    assert after["vision_config"] == vision
+    assert "moe_intermediate_size" not in after
+    assert Manifest.from_checkpoint(tmp_path) == manifest
+
+
+@pytest.mark.parametrize("layout", ["padded", "uniform"])
+def test_layouts_of_one_width(qwen, tmp_path, layout):
+    prune(qwen, tmp_path / "out", layout, min_width=0)
+    manifest = Manifest.from_checkpoint(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.layout == layout
+    (width,) = manifest.distinct_widths
+    assert config_json(tmp_path / "out")["moe_intermediate_size"] == width
+    shapes = {tuple(t.shape) for name, t in tensors(tmp_path / "out").items() if ".experts." in name}
+    assert shapes == {(width, 128), (128, width)}
+
+
+def test_the_user_saves_what_oneshot_saves(qwen, tmp_path):
+    model = prune(qwen, tmp_path / "by_oneshot")
+    model.save_pretrained(tmp_path / "by_user")
+    again = prune(qwen)
+    again.save_pretrained(str(tmp_path / "later"))
+    one = tensors(tmp_path / "by_oneshot")
+    for other in ("by_user", "later"):
+        found = tensors(tmp_path / other)
+        assert found.keys() == one.keys()
+        assert all(torch.equal(tensor, one[name]) for name, tensor in found.items())
+        assert config_json(tmp_path / other) == config_json(tmp_path / "by_oneshot")
+        names = {path.name for path in (tmp_path / other).iterdir()}
+        assert names >= {path.name for path in (tmp_path / "by_oneshot").iterdir()}
+
+
+def test_sharded(qwen, tmp_path):
+    model = prune(qwen)
+    model.save_pretrained(tmp_path / "out", max_shard_size="400KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(tmp_path / "out").keys()
+
+
+# --- failures ---
+
+
+@pytest.fixture(scope="module")
+def pruned(qwen):
+    return prune(qwen)
+
+
+def assert_absent(target: Path) -> None:
+    assert not target.exists()
+    assert not list(target.parent.iterdir()), "an error cleans up"
+
+
+def test_push_to_hub_is_refused(pruned, tmp_path):
+    with pytest.raises(CoverageError, match="push_to_hub"):
+        pruned.save_pretrained(tmp_path / "out", push_to_hub=True)
+    assert_absent(tmp_path / "out")
+
+
+def test_a_directory_that_is_not_empty_is_refused(pruned, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CoverageError, match="not empty"):
+        pruned.save_pretrained(tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_directory_is_taken(pruned, tmp_path):
+    (tmp_path / "out").mkdir()
+    pruned.save_pretrained(tmp_path / "out")
+    assert load(tmp_path / "out")
+
+
+def test_a_file_in_the_way_is_refused(pruned, tmp_path):
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
+            pruned.save_pretrained(target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+
+
+def test_refused_before_calibration(qwen, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoverageError, match="cannot be created"):
+        prune(qwen, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
+def test_a_link_is_followed(qwen, tmp_path, there):
+    """To an empty directory, perhaps on another disk, which the checkpoint then replaces; or to one that may come."""
+    (tmp_path / "link").symlink_to(Path("disk") / "out")
+    if there:
+        (tmp_path / "disk" / "out").mkdir(parents=True)
+    prune(qwen, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+    assert load(tmp_path / "link")
+
+
+def test_links_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    for target in ("one", "one/out"):
+        with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
+            check_output(tmp_path / target)
+
+
+@pytest.mark.parametrize("spelt", [".", "{}", "../{name}"])
+def test_the_current_directory_is_refused(pruned, tmp_path, monkeypatch, spelt):
+    """The checkpoint would take its name, and whoever is in it would stay in one that is gone."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    target = Path(spelt.format(tmp_path / "here", name="here"))
+    for refuse in (check_output, pruned.save_pretrained):
+        with pytest.raises(CoverageError, match=r"here is the current directory, .*: name a new directory in it"):
+            refuse(target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+    check_output(target / "new")
+
+
+MOUNTED = """
+import sys
+from pathlib import Path
+from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.checkpoint.saving import check_output
+try:
+    check_output(Path(sys.argv[1]))
+except CoverageError as error:
+    print(error)
+check_output(Path(sys.argv[1]) / "new", needed_bytes=2**20)
+try:
+    check_output(Path(sys.argv[1]) / "new", needed_bytes=2**23)
+except CoverageError as error:
+    print(error)
+"""
+
+
+def test_a_mount_point_is_refused(tmp_path):
+    """Volumes of containers are mounted empty; a directory in one is measured on its disk."""
+    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+    mount = 'mount -t tmpfs -o size=4m none "$0"'
+    target = tmp_path / "out"
+    target.mkdir()
+    if shutil.which("unshare") is None or subprocess.run([*shell, mount, str(target)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    run = [*shell, f'{mount}; exec "$@"', str(target), sys.executable, "-c", MOUNTED, str(target)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    # toolkits print when they are imported
+    *_, whole, too_large = done.stdout.splitlines()
+    assert "out is a mount point" in whole
+    assert "name a new directory in it" in whole
+    assert "needs about 0.0 GiB" in too_large
+
+
+@pytest.fixture
+def closed():
+    """A directory in which its user may create nothing, with an empty one in it in which he may."""
+    with tempfile.TemporaryDirectory() as directory:
+        closed = Path(directory) / "closed"
+        (closed / "out").mkdir(parents=True)
+        (closed / "out").chmod(0o777)
+        closed.chmod(0o555)
+        Path(directory).chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield closed
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o755)
+
+
+def test_a_place_where_nothing_can_be_created_is_refused(closed):
+    for target in (closed / "out", closed / "new", closed / "new" / "deep", Path("/proc/out")):
+        with pytest.raises(CoverageError, match=r"cannot be created: (\S*/closed|/proc) is not writable"):
+            check_output(target)
+    check_output(closed / "out" / "new")
+    assert not any((closed / "out").iterdir()), "a check leaves nothing"
+
+
+def test_too_little_disk_is_refused(tmp_path):
+    with pytest.raises(CoverageError, match="GiB free"):
+        check_output(tmp_path / "out", needed_bytes=2**60)
+
+
+@pytest.mark.parametrize("call", ["first", "last", "replace"])
+def test_a_full_disk_leaves_nothing(pruned, tmp_path, monkeypatch, call):
+    """Errors of the operating system at the first file, at the last, and at the rename."""
+    full = OSError(28, "No space left on device")
+    real_open, real_replace = Path.open, os.replace
+    written: list[str] = []
+
+    def failing_open(self, mode="r", *args, **kwargs):
+        if "w" in mode and self.name == REPORT_NAME:
+            raise full
+        return real_open(self, mode, *args, **kwargs)
+
+    def failing_replace(src, dst):
+        written.append(str(dst))
+        if Path(dst) == tmp_path / "out":
+            raise full
+        return real_replace(src, dst)
+
+    def failing_weights(*args, **kwargs):
+        raise full
+
+    if call == "first":
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", failing_weights)
+    elif call == "last":
+        monkeypatch.setattr(Path, "open", failing_open)
+    else:
+        monkeypatch.setattr(os, "replace", failing_replace)
+    with pytest.raises(OSError, match="No space left"):
+        pruned.save_pretrained(tmp_path / "out")
+    assert_absent(tmp_path / "out")
+    monkeypatch.undo()
+    pruned.save_pretrained(tmp_path / "out")
+    assert load(tmp_path / "out")
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+import torch
+torch.set_num_threads(1)
+from tests.checkpoint.runs import prune
+from pathlib import Path
+from moe_coverage_plugin import load
+model = prune(Path({source!r}))
+print("saving", flush=True)
+for number in range(100):
+    model.save_pretrained({out!r} + "/" + str(number))
+"""
+
+
+def test_a_killed_process_leaves_whole_checkpoints_only(qwen, tmp_path):
+    """SIGKILL at a moment nobody chose, while checkpoints are written one after another."""
+    here = Path(__file__).parent
+    script = KILLED.format(path=[str(here), str(here.parent)], source=str(qwen), out=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert any(line.strip() == b"saving" for line in process.stdout)
+    while not (tmp_path / "3").exists():
+        assert process.poll() is None
+        time.sleep(0.0137)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    whole = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(whole) >= 3
+    for path in whole:
+        load(path)
+    assert all(path.name.endswith(".partial") for path in tmp_path.iterdir() if path.name.startswith("."))
