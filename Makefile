@@ -60,7 +60,7 @@ checkpoints: $(COMPRESS)/.ready
 test-serve: $(SERVE)/.ready checkpoints
 	$(TEST_SERVE)
 
-$(COMPRESS)/.ready: requirements/compress.txt pyproject.toml
+$(COMPRESS)/.ready: requirements/compress.txt
 	$(call make_venv,$(COMPRESS))
 	@# torch first and by name, so that a machine's own build of it is taken
 	$(COMPRESS)/bin/python $(PIP) "$(TORCH)"
@@ -68,7 +68,7 @@ $(COMPRESS)/.ready: requirements/compress.txt pyproject.toml
 	$(COMPRESS)/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(SERVE)/.ready: $(SERVE_LOCK) pyproject.toml
+$(SERVE)/.ready: $(SERVE_LOCK)
 	$(call make_venv,$(SERVE))
 	$(SERVE)/bin/python $(PIP) "$(TORCH)"
 	$(SERVE)/bin/python $(PIP) --no-deps -r $(SERVE_LOCK)
