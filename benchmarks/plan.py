@@ -22,7 +22,8 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.alignment import align_widths
 from moe_coverage_plugin.core.allocation import channel_budget
-from moe_coverage_plugin.core.coverage import plan_coverage
+from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.scores import AttributionScores
 
 
 def binary_search_coverage(
@@ -31,7 +32,7 @@ def binary_search_coverage(
     """The paper's search: bisect ``alpha`` until the kept channels are within ``tolerance`` below the budget.
 
     The reference beside :func:`moe_coverage_plugin.core.coverage.solve_coverage`: it evaluates
-    ``N_g = min{n : S_g(n) >= min(alpha * phi_g, 1) * S_g(D)}`` and knows nothing of thresholds. With ``tolerance=0``
+    ``N_g = min{n : S_g(n) >= min(alpha * phi_g, 1) * S_g(D)}`` for every ``alpha`` that it tries. With ``tolerance=0``
     it ends at the largest ``alpha`` that floating point distinguishes; ties can then leave a part of the budget
     unspent.
 
@@ -106,14 +107,27 @@ def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(options.seed)
     layers, experts, channels = options.shape
-    # Log-normal, the heavy-tailed kind of distribution that activation norms have.
+    # log-normal: activation norms have heavy tails, too
     scores_LEI = torch.randn(layers, experts, channels, dtype=torch.float64, generator=generator).exp()
     layer_prior_L = torch.rand(layers, dtype=torch.float64, generator=generator) + 0.1
     expert_prior_LE = torch.rand(layers, experts, dtype=torch.float64, generator=generator) + 0.1
     budget = channel_budget(scores_LEI.numel(), options.sparsity)
+    scores = AttributionScores(
+        names=[f"layers.{layer}" for layer in range(layers)],
+        top_k=[1] * layers,
+        channel_metric="activation",
+        channels_LEI=scores_LEI,
+        first_order_LE=expert_prior_LE,
+        second_order_LE=expert_prior_LE,
+        tokens_LE=torch.ones(layers, experts, dtype=torch.int64),
+        routing_weight_sum_LE=expert_prior_LE,
+        layer_loss_L=layer_prior_L,
+    )
+    # both levels, with the priors as they are, so that the paper's search solves the same problem
+    strategy = CoverageStrategy(scope="layers", inter_layer="coverage", intra_layer="coverage", smoothing="none")
 
     def coverage() -> Tensor:
-        return plan_coverage(scores_LEI, layer_prior_L, expert_prior_LE, budget)
+        return plan_widths(scores, options.sparsity, strategy).widths_LE
 
     def plan() -> Tensor:
         return align_widths(coverage(), scores_LEI, options.block_size, options.block_size, "l-r-c").widths_LE

@@ -1,9 +1,8 @@
-"""Every allocation strategy of the paper's ablation table: how many channels each layer, then each expert, keeps."""
+"""Allocation strategies of the paper's ablation table: channels that each layer, then each expert, keeps."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from moe_coverage_plugin.core.checks import require_non_negative
 from moe_coverage_plugin.core.coverage import count_smallest, solve_coverage
 from moe_coverage_plugin.core.ragged import sort_descending
 from moe_coverage_plugin.manifest import CoverageError
-
-InterLayer = Literal["uniform", "u_shaped", "loss", "coverage"]
-IntraLayer = Literal["uniform", "loss", "router_weight", "usage", "topk_channel", "coverage"]
+from moe_coverage_plugin.options import InterLayer, IntraLayer
 
 U_SHAPE_STRENGTH = 0.35
 
@@ -35,9 +32,9 @@ def channel_budget(total: int, sparsity: float) -> int:
 def proportional(weights: Tensor, capacity: int | Tensor, total: int) -> Tensor:
     """Integers proportional to ``weights``, none above its capacity, summing exactly to ``total``.
 
-    What a full entry cannot take is shared again among the others in proportion (water filling); fractions are rounded
-    by largest remainder, equal ones in the order of the index. Entries of weight zero share evenly what the others
-    cannot take; weights that are all zero count as equal.
+    What exceeds the capacity of an entry is shared among the others in proportion (water filling). Fractions are
+    rounded by largest remainder; of equal remainders the lower index comes first. Entries of weight zero share evenly
+    what the others cannot take. Weights that are all zero are treated as equal.
 
     Args:
         weights: ``[G]``, finite, not negative.
@@ -66,10 +63,10 @@ def proportional(weights: Tensor, capacity: int | Tensor, total: int) -> Tensor:
 
 
 def _fill_open(counts_G: Tensor, weights_G: Tensor, capacity_G: Tensor, open_G: Tensor, total: int) -> Tensor:
-    """Water filling of the ``open`` entries with what is left of ``total``."""
+    """Water filling of the ``open`` entries with the rest of ``total``."""
     while bool(open_G.any()):
         rest = total - int(counts_G.sum())
-        # Divided by the largest first: the sum of the weights could overflow.
+        # divided by the largest first, because the sum of the weights could overflow
         open_weights_G = torch.where(open_G, weights_G / weights_G[open_G].max(), 0.0)
         share_G = rest * (open_weights_G / open_weights_G.sum())
         full_G = open_G & (share_G >= capacity_G)
@@ -131,14 +128,14 @@ def _u_shape(layers: int) -> Tensor:
 def expert_widths(scores_LEI: Tensor, budgets_L: Tensor, prior_LE: Tensor | None, strategy: IntraLayer) -> Tensor:
     """Channels that each expert keeps of its layer's budget.
 
-    ``uniform``: equal. ``loss``, ``router_weight``, ``usage``: proportional to the prior given, which is what the name
-    says. ``topk_channel``: the best channels of the whole layer, whichever expert they belong to. ``coverage``:
-    coverage of each expert's channel scores with the prior as ``phi``.
+    ``uniform``: equal. ``loss``, ``router_weight``, ``usage``: proportional to the given prior, which the caller
+    takes from the measurement of that name. ``topk_channel``: the best channels of the layer, of whichever experts.
+    ``coverage``: coverage of each expert's channel scores with the prior as ``phi``.
 
     Args:
         scores_LEI: channel scores; only ``topk_channel`` and ``coverage`` read their values.
         budgets_L: integer, each between 0 and ``E * I``.
-        prior_LE: importance of the experts; not needed by ``uniform`` and ``topk_channel``.
+        prior_LE: importance of the experts; ``uniform`` and ``topk_channel`` do not read it.
         strategy: one of ``IntraLayer``.
 
     Returns:
@@ -174,7 +171,7 @@ def _proportional_rows(weights_LE: Tensor, capacity: int, budgets_L: Tensor) -> 
 def _required(importance: Tensor | None, level: str, strategy: str) -> Tensor:
     if importance is None:
         raise CoverageError(
-            f"strategy {strategy!r} needs the importance of every {level} and none was measured: let the attribution "
-            "modifier measure it, or choose a strategy that needs none"
+            f"strategy {strategy!r} needs the importance of every {level}, which was not measured: let "
+            "AttributionModifier measure it, or choose a strategy that needs none"
         )
     return importance

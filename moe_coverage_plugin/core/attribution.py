@@ -1,7 +1,7 @@
-"""Closed forms of attribution (ALA): what one expert and one channel contribute, from one forward pass.
+"""Closed forms of attribution (ALA): contributions of experts and channels from one forward pass.
 
-Let a mixture-of-experts block answer a token with ``y = sum_e g_e z_e`` (``g_e`` the routing weight, ``z_e`` the
-output of expert ``e``, zero for experts the token does not reach). The paper attributes the relative L2 loss of the
+For one token an MoE layer computes ``y = sum_e g_e z_e`` (``g_e`` the routing weight, ``z_e`` the output of expert
+``e``, zero for experts that the token is not routed to). The paper attributes the relative L2 loss of the
 layer's own output, ``L = sum_t ||y' - y||^2 / ||y||^2``, to experts through an expansion in factors ``alpha_e`` on the
 expert outputs, ``y' = sum_e alpha_e g_e z_e``.
 
@@ -9,7 +9,7 @@ Second order. Removing expert ``e`` (``alpha_e = 0``, the others 1) gives ``y' -
 
     L = sum_t ||g_e z_e||^2 / ||y||^2.
 
-L is quadratic in ``alpha_e`` and both L and its gradient vanish at 1: this *is* the second-order expansion, and exact.
+L is quadratic in ``alpha_e``, and both L and its gradient vanish at 1, so this second-order expansion is exact.
 
 First order. The gradient vanishes at the unperturbed point, so the paper evaluates it with all experts scaled by
 ``1 - eps``. There ``y' = (1 - eps) y``, hence
@@ -18,36 +18,31 @@ First order. The gradient vanishes at the unperturbed point, so the paper evalua
 
 The score ``-dL/dalpha_e`` is therefore ``2 eps`` times ``sum_t <g_e z_e, y> / ||y||^2``. Written as the paper does,
 with the gradient at the scaled output ``z'_e = (1 - eps) z_e``, it is ``-<dL/dz'_e, z'_e>``, the same sum times
-``2 eps (1 - eps)``. Either constant is common to all experts, layers and tokens and is left out.
+``2 eps (1 - eps)``. Both constants are common to all experts, layers and tokens and are left out.
 
-``y`` is the output of the whole block. Where a shared expert adds to it, the shared expert counts as one more expert
-with routing weight 1: it is scaled along, takes its part of the sum, and is never pruned. Summed over all experts, the
-shared one included, the first order is then the number of tokens with ``y != 0``.
+``y`` is the output of the whole layer. A shared expert counts as one more expert with routing weight 1: it is scaled
+like the others, has its term in the sum, and is never pruned. The first order, summed over all experts including the
+shared one, is the number of tokens with ``y != 0``.
 
-Functions take rows in any floating dtype on any device and return float64 on that device, to be added over batches.
+Functions take rows in any floating dtype on any device and return float64 on that device; callers add over batches.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.ragged import ExpertWeights
+from moe_coverage_plugin.options import ChannelMetric
 
-ChannelMetric = Literal[
-    "activation", "weight", "weight_activation", "gradient", "activation_gradient", "snip", "fisher", "obs"
-]
-ExpertImportance = Literal["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"]
-
-
-# rows that are worked on at a time, so that copies in a wider dtype stay small
+# rows per step, so that copies in a wider dtype stay small
 CHUNK_ROWS = 1 << 14
 
 
 class ExpertContributions(NamedTuple):
-    """What one expert contributes to each of its tokens, float64 ``[M]`` (see the module for their derivation)."""
+    """Contributions of experts to routed tokens, float64 ``[M]`` (derived in the module docstring)."""
 
     first_order_M: Tensor
     second_order_M: Tensor
@@ -56,14 +51,14 @@ class ExpertContributions(NamedTuple):
 def expert_contributions(z_MH: Tensor, routing_weight_M: Tensor, y_TH: Tensor, token_M: Tensor) -> ExpertContributions:
     """First-order ``<g z, y> / ||y||^2`` and second-order ``||g z||^2 / ||y||^2`` of experts, row by row.
 
-    Source: paper, section on attribution; closed forms derived in this module's docstring. Tokens with ``y = 0``
-    contribute nothing: no expert can change an answer that is relative to zero.
+    Source: paper, section on attribution; closed forms derived in the module docstring. Tokens with ``y = 0``
+    contribute zero, because the loss is relative to ``||y||``.
 
     Args:
         z_MH: outputs of experts, before the routing weight.
-        routing_weight_M: the routing weights.
-        y_TH: the block's output.
-        token_M: the token that each row belongs to, int64.
+        routing_weight_M: routing weights, floating.
+        y_TH: output of the layer, shared experts included.
+        token_M: token of each row, int64.
     """
     assert routing_weight_M.shape == token_M.shape == z_MH.shape[:1]
     norm_T = torch.cat([squares(rows_TH).sum(-1, dtype=torch.float64) for rows_TH in y_TH.split(CHUNK_ROWS)])
@@ -80,17 +75,18 @@ def expert_contributions(z_MH: Tensor, routing_weight_M: Tensor, y_TH: Tensor, t
 
 
 def segment_sums(values: Tensor, lengths_E: Tensor) -> Tensor:
-    """Sums over rows that follow one another, ``lengths_E[e]`` of them for each expert, float64 ``[E, ...]``.
+    """Sums over the rows of each expert, float64 ``[E, ...]``; rows of one expert are contiguous.
 
     Args:
         values: ``[M, ...]``.
-        lengths_E: int64 on the same device, summing to ``M``, which is not checked: a check would wait for the device.
+        lengths_E: rows of each expert, int64 on the same device. Their sum must be ``M``; this is not checked, because
+            a check would synchronize with the device.
     """
     return torch.segment_reduce(values.double(), "sum", lengths=lengths_E, axis=0, unsafe=True)
 
 
 def squares(a_MI: Tensor) -> Tensor:
-    """Squares in float32 or wider; summed over an expert's tokens they are the square of its channels' norms."""
+    """Squares in float32 or wider; their sum over an expert's tokens is the squared norm of each channel."""
     return _at_least_float32(a_MI).square()
 
 
@@ -104,9 +100,8 @@ def finalize_channel_scores(
 
     ``activation``: L2 norm over routed tokens of the channel's activation ``A`` (the input of ``down_proj``).
     ``weight``: mean of the L2 norms of the channel's column of ``down`` and rows of ``up`` and ``gate``.
-    ``weight_activation``: mean over the three projections of ``sum |W| * ||input||``, the weights that the channel
-    owns times the L2 norm over routed tokens of the input each meets: ``A`` for ``down``, the hidden state for the
-    others.
+    ``weight_activation``: mean over the three projections of ``sum |W| * ||input||``: the weights of the channel times
+    the L2 norm over routed tokens of their input, which is ``A`` for ``down`` and the hidden state for the others.
 
     Args:
         metric: one of ``ChannelMetric``.
@@ -135,5 +130,5 @@ def finalize_channel_scores(
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    # Products of two bfloat16 or float16 are exact in float32; a float64 copy would double the traffic for nothing.
+    # products of two bfloat16 or float16 are exact in float32, so a float64 copy would only double the traffic
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Refusal of scores and priors that would make an allocation meaningless."""
+"""Checks scores and importances whose values would make an allocation meaningless."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_coverage_plugin.manifest import CoverageError
 
 
 def require_finite(values: Tensor, what: str, axes: tuple[str, ...]) -> None:
-    """Refuse NaN and infinite entries.
+    """Check that no entry is NaN or infinite.
 
     Args:
         values: any dtype, with one leading axis per name in ``axes`` and at most one more (the channels).
@@ -17,26 +17,26 @@ def require_finite(values: Tensor, what: str, axes: tuple[str, ...]) -> None:
         axes: names of the leading axes, e.g. ``("layer", "expert")``.
 
     Raises:
-        CoverageError: names the first offending position along ``axes`` and how many there are.
+        CoverageError: an entry is; the message gives the first position along ``axes`` and their number.
     """
-    # A sum is finite only where every term is, and costs a tenth of testing each channel.
+    # a sum is finite only if every term is, and costs a tenth of testing each channel
     total = values.sum(-1, dtype=torch.float64) if values.ndim > len(axes) else values
-    _refuse(~total.isfinite(), total, f"{what} must be finite", axes)
+    _check(~total.isfinite(), total, f"{what} must be finite", axes)
 
 
 def require_non_negative(values: Tensor, what: str, axes: tuple[str, ...]) -> None:
-    """Refuse NaN, infinite and negative entries; arguments and error as for :func:`require_finite`."""
+    """Check that no entry is NaN, infinite or negative; arguments and error as for :func:`require_finite`."""
     require_finite(values, what, axes)
     smallest = values.amin(-1) if values.ndim > len(axes) else values
-    _refuse(smallest < 0, smallest, f"{what} must not be negative", axes)
+    _check(smallest < 0, smallest, f"{what} must not be negative", axes)
 
 
-def _refuse(bad: Tensor, found: Tensor, rule: str, axes: tuple[str, ...]) -> None:
+def _check(bad: Tensor, found: Tensor, rule: str, axes: tuple[str, ...]) -> None:
     if not bool(bad.any()):
         return
     first = bad.nonzero()[0].tolist()
     position = " ".join(f"{axis} {index}" for axis, index in zip(axes, first, strict=True))
     raise CoverageError(
-        f"{rule}, but {position} has {float(found[tuple(first)])} ({int(bad.sum())} such in all): check the "
+        f"{rule}, but {position} has {float(found[tuple(first)])} ({int(bad.sum())} such entries): check the "
         "calibration data, and the dtype of the activations for overflow"
     )

@@ -1,12 +1,12 @@
 """Coverage-based allocation (CBA, paper section on coverage maximisation), solved exactly by selection.
 
 A group ``g`` (a layer, or an expert) has ``D`` channels with scores; ``S_g(n)`` is the sum of its ``n`` best. For one
-common ``alpha`` the paper asks every group for the coverage ``rho_g = min(alpha * phi_g, 1)`` and keeps
+common ``alpha`` the paper requires of every group the coverage ``rho_g = min(alpha * phi_g, 1)`` and keeps
 ``N_g = min{n : S_g(n) >= rho_g * S_g(D)}`` channels. It searches for the largest ``alpha`` that fits the budget.
 
-No search is needed. Channel number ``n`` is among the kept exactly when ``S_g(n - 1) < rho_g * S_g(D)``, that is when
-``alpha > S_g(n - 1) / (phi_g * S_g(D))``. These thresholds grow with ``n``, so the solution is the ``budget`` smallest
-thresholds over all groups: exact to the channel, where a search stops at a tolerance.
+No search is needed. Channel number ``n`` is kept exactly when ``S_g(n - 1) < rho_g * S_g(D)``, that is,
+when ``alpha > S_g(n - 1) / (phi_g * S_g(D))``. These thresholds grow with ``n``, so the solution is the ``budget``
+smallest thresholds over all groups. It is exact to the channel; a search stops at a tolerance.
 """
 
 from __future__ import annotations
@@ -20,48 +20,26 @@ from moe_coverage_plugin.core.ragged import sort_descending
 from moe_coverage_plugin.manifest import CoverageError
 
 
-def plan_coverage(scores_LEI: Tensor, layer_prior_L: Tensor, expert_prior_LE: Tensor, budget: int) -> Tensor:
-    """Both levels as in the paper: layers share ``budget``, then the experts of each layer share its part.
-
-    Args:
-        scores_LEI: channel scores, finite and not negative.
-        layer_prior_L: importance of the layers, on their pooled channels.
-        expert_prior_LE: importance of the experts inside each layer.
-        budget: channels to keep in the whole model, ``0 <= budget <= L * E * I``.
-
-    Returns:
-        ``widths_LE`` int64, summing to ``budget``.
-
-    Raises:
-        CoverageError: as :func:`solve_coverage`, naming layer and expert.
-    """
-    require_non_negative(scores_LEI, "channel scores", ("layer", "expert"))
-    require_non_negative(layer_prior_L, "layer importances", ("layer",))
-    require_non_negative(expert_prior_LE, "expert importances", ("layer", "expert"))
-    budgets_L = _solve(scores_LEI.flatten(1), layer_prior_L, budget)
-    return _solve_each(scores_LEI, expert_prior_LE, budgets_L)
-
-
 def solve_coverage(scores_GD: Tensor, prior_G: Tensor, budget: int | Tensor) -> Tensor:
     """Channels of every group under the largest common ``alpha`` that fits the budget.
 
-    Equal thresholds are served in the order of ``n``, then of ``g``. A group whose scores are all zero counts as one
-    with equal scores; priors that are all zero count as equal; a group with ``phi_g = 0`` beside others enters last,
-    and several such groups share evenly.
+    Among equal thresholds the smaller ``n`` comes first, then the smaller ``g``. A group whose scores are all zero is
+    treated as a group with equal scores. Priors that are all zero are treated as equal. A group with ``phi_g = 0``
+    beside groups with positive priors gets only what those cannot take, and several such groups share it evenly.
 
     Args:
-        scores_GD: finite, not negative, any order inside a group; or ``[B, G, D]`` for ``B`` separate problems.
-        prior_G: ``phi``, finite and not negative; its scale does not matter. ``[B, G]`` for a batch.
-        budget: channels to keep, ``0 <= budget <= G * D``; for a batch an integer tensor ``[B]``.
+        scores_GD: finite, not negative, in any order inside a group; or ``[L, G, D]`` for one problem per layer.
+        prior_G: ``phi``, finite and not negative; its scale does not matter. ``[L, G]`` for one problem per layer.
+        budget: channels to keep, ``0 <= budget <= G * D``; an integer tensor ``[L]`` for one problem per layer.
 
     Returns:
-        counts ``[G]`` (or ``[B, G]``) int64 on the CPU, summing to the budget.
+        counts ``[G]`` (or ``[L, G]``) int64 on the CPU, summing to the budget.
 
     Raises:
         CoverageError: NaN, infinite or negative scores or priors (names the group), or a budget out of range.
     """
     assert prior_G.shape == scores_GD.shape[:-1]
-    axes = ("problem", "group")[3 - scores_GD.ndim :]
+    axes = ("layer", "group")[3 - scores_GD.ndim :]
     require_non_negative(scores_GD, "channel scores", axes)
     require_non_negative(prior_G, "importances", axes)
     if scores_GD.ndim == 3:
@@ -86,11 +64,11 @@ def coverage_thresholds(sorted_scores_GD: Tensor, prior_G: Tensor) -> Tensor:
     prior_G1 = prior_G.double()[..., None]
     prior_G1 = torch.where((prior_G1 == 0).all(-2, keepdim=True), torch.ones_like(prior_G1), prior_G1)
 
-    # Allocated by NumPy, which asks for huge pages: page faults would triple the time of this function.
+    # allocated by NumPy, which requests huge pages: page faults would triple the time of this function
     thresholds_GD = torch.from_numpy(np.zeros(scores_GD.shape))
     torch.cumsum(scores_GD[..., :-1], -1, out=thresholds_GD[..., 1:])
     total_G1 = thresholds_GD[..., -1:] + scores_GD[..., -1:]
-    # Two divisions: the product phi * S could underflow.
+    # two divisions, because the product phi * S could underflow
     thresholds_GD.div_(total_G1).div_(torch.where(prior_G1 == 0, torch.ones_like(prior_G1), prior_G1))
     if bool((prior_G1 == 0).any()):
         thresholds_GD.masked_fill_(prior_G1 == 0, torch.inf)
@@ -98,9 +76,9 @@ def coverage_thresholds(sorted_scores_GD: Tensor, prior_G: Tensor) -> Tensor:
 
 
 def count_smallest(values_GD: Tensor, budget: int) -> Tensor:
-    """How many of the ``budget`` smallest values each row holds, when every row ascends.
+    """Number of the ``budget`` smallest values in each row, if every row ascends.
 
-    Equal values are taken in the order of the column, then of the row.
+    Among equal values the smaller column comes first, then the smaller row.
 
     Args:
         values_GD: float64 on the CPU, not decreasing along the last axis, no NaN.
@@ -127,7 +105,7 @@ def count_smallest(values_GD: Tensor, budget: int) -> Tensor:
 
 
 def _fill_evenly(low_G: Tensor, high_G: Tensor, total: int) -> Tensor:
-    """Counts between ``low`` and ``high`` that sum to ``total``: raise one common water level, then row by row."""
+    """Counts between ``low`` and ``high`` that sum to ``total``: one common level, and the rest row by row."""
     level, ceiling = 0, int(high_G.max())
     while level < ceiling:
         middle = (level + ceiling + 1) // 2
@@ -146,9 +124,9 @@ def _at_level(level: int, low_G: Tensor, high_G: Tensor) -> Tensor:
     return torch.full_like(low_G, level).clamp(low_G, high_G)
 
 
-def _solve_each(scores_BGD: Tensor, prior_BG: Tensor, budget_B: Tensor) -> Tensor:
-    # One problem after the other stays in the cache and is quicker than one large batch.
-    problems = zip(scores_BGD, prior_BG, budget_B.tolist(), strict=True)
+def _solve_each(scores_LGD: Tensor, prior_LG: Tensor, budget_L: Tensor) -> Tensor:
+    # one problem at a time stays in the cache and is faster than one large batch
+    problems = zip(scores_LGD, prior_LG, budget_L.tolist(), strict=True)
     return torch.stack([_solve(scores_GD, prior_G, budget) for scores_GD, prior_G, budget in problems])
 
 

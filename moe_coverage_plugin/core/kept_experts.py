@@ -1,4 +1,4 @@
-"""Refusal of widths that leave a router too few experts to pick from."""
+"""Checks that widths leave every router enough experts to pick from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_coverage_plugin.manifest import CoverageError
 
 
 def check_kept_experts(names: Sequence[str], top_k: Sequence[int], widths_LE: Tensor) -> None:
-    """Refuse a layer that keeps fewer experts than its router picks for every token.
+    """Check that every layer keeps at least as many experts as its router picks for a token.
 
     Args:
         names: module path of the experts of each layer, for the message.
@@ -18,12 +18,12 @@ def check_kept_experts(names: Sequence[str], top_k: Sequence[int], widths_LE: Te
         widths_LE: kept channels; 0 removes an expert.
 
     Raises:
-        CoverageError: as said, naming the layer.
+        CoverageError: a layer keeps fewer; the message names it.
     """
-    live_L = (widths_LE > 0).sum(-1)
-    for name, live, picked in zip(names, live_L.tolist(), top_k, strict=True):
-        if live < picked:
+    kept_L = (widths_LE > 0).sum(-1)
+    for name, kept, picked in zip(names, kept_L.tolist(), top_k, strict=True):
+        if kept < picked:
             raise CoverageError(
-                f"{name} would keep {live} experts but its router picks {picked} for every token: lower sparsity or "
+                f"{name} would keep {kept} experts but its router picks {picked} for every token: lower sparsity or "
                 'min_width, or give all layers the same budget with inter_layer="uniform"'
             )

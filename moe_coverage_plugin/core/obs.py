@@ -1,16 +1,17 @@
-"""Channel scores for the reconstruction that follows: Optimal Brain Surgeon over the channels of one expert (``obs``).
+"""Optimal Brain Surgeon over the channels of one expert (``obs``): scores for pruning with reconstruction.
 
-:mod:`~moe_coverage_plugin.core.reconstruction` lets the channels that stay take over for one that goes. What a channel
-costs is then what the others cannot say, and that grows as they go. For an expert with ``down_proj`` columns ``w_c``,
-over its ``n`` routed tokens with routing weights ``g``, activations ``A`` and gradients ``d_t = dNLL/dA_t``:
+:mod:`~moe_coverage_plugin.core.reconstruction` refits the kept columns of ``down_proj`` when channels are removed. The
+cost of removing a channel is then the part of it that the other channels cannot replace, and this part grows as more
+of them are removed. For an expert with ``down_proj`` columns ``w_c``, over its ``n`` routed tokens with routing
+weights ``g``, activations ``A`` and gradients ``d_t = dNLL/dA_t``:
 
     G = 1/n sum_t g_t^2 A_t A_t^T + ridge * mean(diagonal) * identity
     D = sum_t d_t d_t^T
 
-Without channel ``c``, where the others take over by least squares under ``G``, the output changes by ``w_c r_tc``,
-``r`` being the residual of ``A_c`` on the others. The Fisher estimate of the rise of the loss is
-``sum_t d_tc^2 r_tc^2``, up to one constant for the whole model. Gradients and residuals are taken as independent over
-tokens (a Kronecker factorisation), which leaves
+If channel ``c`` is removed and the others are refitted by least squares under ``G``, the output changes by
+``w_c r_tc``, where ``r`` is the residual of ``A_c`` on the others. The Fisher estimate of the rise of the loss is
+``sum_t d_tc^2 r_tc^2``, up to one constant for the whole model. With gradients and residuals taken as independent over
+tokens (a Kronecker factorisation) it becomes
 
     cost_c = D_cc / [G^-1]_cc.
 
@@ -19,12 +20,12 @@ columns ``w_j`` into ``w_j - w_c t_j``, hence
 
     D <- D - t D_c: - D_:c t^T + D_cc t t^T,    G^-1 <- G^-1 - G^-1[:, c] t^T.
 
-The score of a channel is its cost when it went, and never less than that of the one before: the order of scores is the
-order of removal, so every planner keeps what this one would have kept.
+The score of a channel is its cost at its removal, and at least the score of the channel removed before it. The order
+of scores is therefore the order of removal, and any planner keeps the channels that this algorithm would keep.
 
-``d`` holds the routing weight already, so ``g^2`` in ``G`` counts it once more: scores are not the rise itself, but
-times a squared routing weight. It is there because the fit weighs tokens so; without it the loss was higher where both
-were measured (``benchmarks/TRIED.md``).
+``d`` already contains the routing weight, so ``g^2`` in ``G`` counts it a second time: scores are the rise of the loss
+times a squared routing weight. ``G`` has this factor because the fit weighs tokens by it; without it the loss was
+higher wherever both were measured (``benchmarks/TRIED.md``).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.reconstruction import RIDGE, gram
 
-# how much dearer, relatively, a channel is at least than the one removed before it
+# least relative increase of the score from one removed channel to the next
 STEP = 1e-9
 
 
 class InteractionTerms(NamedTuple):
-    """What the tokens of one batch add to the sums of one expert, ``[I, I]``, float32 or wider.
+    """Sums of one expert over its tokens of a batch, ``[I, I]``, float32 or wider.
 
     Attributes:
         gram_II: ``sum_t g_t^2 A_t A_t^T``.
@@ -61,7 +62,7 @@ def interaction_terms(a_MI: Tensor, routing_weight_M: Tensor, grad_MI: Tensor) -
 
 @torch.no_grad()
 def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) -> Tensor:
-    """What each channel costs when its turn comes to be removed (module docstring), all experts at once.
+    """Cost of each channel at its removal (module docstring), for all experts of a layer together.
 
     Takes ``I`` steps, each over two float64 matrices ``[E, I, I]``, on the device of ``gram_EII``.
 
@@ -72,27 +73,27 @@ def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) ->
 
     Returns:
         ``scores_EI`` float64, at least 0. Experts without activations score zero. NaN in the curvature of an expert
-        comes out as NaN in its scores, for the planners to refuse.
+        becomes NaN in its scores, which planners check.
     """
     assert gram_EII.shape == curvature_EII.shape
     curvature_EII = curvature_EII.to(gram_EII.device, torch.float64, copy=True)
     inverse_EII, active_E = _inverse(gram_EII.double(), ridge)
     scores_EI = torch.zeros_like(inverse_EII[:, 0])
-    gone_EI = torch.zeros_like(scores_EI, dtype=torch.bool)
+    removed_EI = torch.zeros_like(scores_EI, dtype=torch.bool)
     last_E1 = scores_EI[:, :1]
     for _ in range(scores_EI.shape[1]):
-        cost_EI = (_diagonal(curvature_EII) / _diagonal(inverse_EII)).masked_fill(gone_EI, torch.inf)
+        cost_EI = (_diagonal(curvature_EII) / _diagonal(inverse_EII)).masked_fill(removed_EI, torch.inf)
         cost_E1, channel_E1 = cost_EI.min(-1, keepdim=True)
         # the maximum also lifts a zero that rounding made negative
         last_E1 = torch.maximum(cost_E1, last_E1 * (1 + STEP))
         scores_EI.scatter_(1, channel_E1, last_E1)
-        gone_EI.scatter_(1, channel_E1, True)
-        _take_over(inverse_EII, curvature_EII, channel_E1)
+        removed_EI.scatter_(1, channel_E1, True)
+        _remove_channel(inverse_EII, curvature_EII, channel_E1)
     return torch.where(active_E[:, None], scores_EI, 0.0)
 
 
 def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The inverses with the ridge, and which experts have any activation; the others get that of the identity."""
+    """Inverses with the ridge, and which experts have activations; the others get the identity."""
     scale_E = _diagonal(gram_EII).mean(-1)
     active_E = scale_E > 0
     identity_II = torch.eye(gram_EII.shape[-1], dtype=gram_EII.dtype, device=gram_EII.device)
@@ -101,13 +102,13 @@ def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     return torch.cholesky_inverse(torch.linalg.cholesky(regular_EII)), active_E
 
 
-def _take_over(inverse_EII: Tensor, curvature_EII: Tensor, channel_E1: Tensor) -> None:
-    """Remove one channel of every expert, in place: what is left are the matrices of the others, refitted."""
+def _remove_channel(inverse_EII: Tensor, curvature_EII: Tensor, channel_E1: Tensor) -> None:
+    """Remove one channel of every expert from both matrices, in place; the others are refitted."""
     channel_E11 = channel_E1[..., None]
     inverse_E1I = inverse_EII.take_along_dim(channel_E11, 1)
     transfer_E1I = inverse_E1I / inverse_E1I.take_along_dim(channel_E11, 2)
     curvature_E1I = curvature_EII.take_along_dim(channel_E11, 1)
-    # halves of t D_c: + D_:c t^T - D_cc t t^T, which are each other's transpose
+    # half of t D_c: + D_:c t^T - D_cc t t^T; the other half is its transpose
     half_E1I = curvature_E1I - curvature_E1I.take_along_dim(channel_E11, 2) / 2 * transfer_E1I
     left_E2I = torch.cat([transfer_E1I, half_E1I], dim=1)
     right_E2I = torch.cat([half_E1I, transfer_E1I], dim=1)

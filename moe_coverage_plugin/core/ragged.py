@@ -1,8 +1,4 @@
-"""Ragged experts: order and number of kept channels, sharding, and the reference mixture of experts.
-
-Axes: ``L`` layers, ``E`` experts, ``I`` channels of an unpruned expert, ``N`` channels of one expert, ``H`` hidden
-size, ``T`` tokens, ``K`` experts per token.
-"""
+"""Experts of unequal width: the order of their channels, the channels kept, and the reference mixture of experts."""
 
 from __future__ import annotations
 
@@ -33,17 +29,17 @@ def reference_moe(
     topk_weights_TK: Tensor,
     experts: Sequence[ExpertWeights | None],
     act_fn: Callable[[Tensor], Tensor],
-    rounded: Callable[[Tensor], Tensor] = Tensor.double,
+    quantized: Callable[[Tensor], Tensor] = Tensor.double,
 ) -> Tensor:
-    """The judge of every kernel, loader and slice: a loop over experts, all arithmetic in float64.
+    """The reference that kernels, loaders and slices are tested against: a loop over experts in float64.
 
     Args:
         x_TH: hidden states, any floating dtype and device.
-        topk_ids_TK: chosen experts, integer.
+        topk_ids_TK: experts picked for each token, integer.
         topk_weights_TK: their routing weights, floating.
-        experts: one entry per expert, each of its own width; ``None`` is a removed expert.
+        experts: one entry per expert, each with its own width; ``None`` for a removed expert.
         act_fn: the gate's activation, e.g. ``torch.nn.functional.silu``.
-        rounded: float64 values for what enters a projection, ``[rows, channels]``, of quantized activations.
+        quantized: maps the float64 input ``[M, A]`` of a projection to its values after quantization.
 
     Returns:
         ``y_TH`` in the dtype of ``x_TH``.
@@ -60,13 +56,13 @@ def reference_moe(
         if expert is None:
             assert token_M.numel() == 0, f"{token_M.numel()} tokens are routed to removed expert {index}"
             continue
-        z_MH = _expert_forward(x64_TH[token_M], expert, act_fn, rounded)
+        z_MH = _expert_forward(x64_TH[token_M], expert, act_fn, quantized)
         y64_TH.index_add_(0, token_M, z_MH * topk_weights_TK[token_M, slot_M].double()[:, None])
     return y64_TH.to(x_TH.dtype)
 
 
 def _expert_forward(
-    x_TH: Tensor, expert: ExpertWeights, act_fn: Callable[[Tensor], Tensor], rounded: Callable[[Tensor], Tensor]
+    x_MH: Tensor, expert: ExpertWeights, act_fn: Callable[[Tensor], Tensor], quantized: Callable[[Tensor], Tensor]
 ) -> Tensor:
     gate_NH, up_NH, down_HN, *biases = (None if w is None else w.double() for w in expert)
     assert gate_NH is not None
@@ -74,25 +70,24 @@ def _expert_forward(
     assert down_HN is not None
     gate_bias_N, up_bias_N, down_bias_H = biases
     linear = torch.nn.functional.linear
-    x_TH = rounded(x_TH)
-    h_TN = act_fn(linear(x_TH, gate_NH, gate_bias_N)) * linear(x_TH, up_NH, up_bias_N)
-    return linear(rounded(h_TN), down_HN, down_bias_H)
+    x_MH = quantized(x_MH)
+    a_MN = act_fn(linear(x_MH, gate_NH, gate_bias_N)) * linear(x_MH, up_NH, up_bias_N)
+    return linear(quantized(a_MN), down_HN, down_bias_H)
 
 
 def sort_descending(values: Tensor) -> Tensor:
     """Values of the last axis from largest to smallest, as float64 on the CPU. NaN comes last.
 
-    NumPy's sort without indices uses the vector units; ``torch.sort`` takes about seven times as long here, which
-    alone would exceed the time a whole plan may take.
+    NumPy's sort without indices uses vector units and takes about a seventh of the time of ``torch.sort``.
     """
-    # Negated in place: also one buffer less, whose page faults would cost as much as the sort.
+    # negated in place: page faults of another buffer would cost as much as the sort
     keys = np.negative(values.detach().to("cpu", torch.float64).numpy(), order="C")
     keys.sort(axis=-1)
     return torch.from_numpy(np.negative(keys, out=keys))
 
 
 def channel_order(scores_LEI: Tensor) -> Tensor:
-    """Channels of every expert from best to worst; of equal scores the lower index comes first.
+    """Channels of every expert from the highest score to the lowest; of equal scores the lower index comes first.
 
     Returns:
         ``order_LEI`` int64 on the CPU.
@@ -103,14 +98,14 @@ def channel_order(scores_LEI: Tensor) -> Tensor:
 def kept_channels(scores_LEI: Tensor, widths_LE: Tensor) -> list[list[Tensor]]:
     """The ``widths_LE[l, e]`` best channels of every expert, as one ascending int64 index each.
 
-    Ascending, so that a slice keeps the order in which channels were stored and gate, up and down agree.
+    The indices ascend, so that slices of gate, up and down keep the stored order of channels and agree.
 
     Args:
         scores_LEI: channel scores.
         widths_LE: integer, ``0 <= width <= I``.
 
     Raises:
-        CoverageError: a score is NaN or infinite; names layer and expert.
+        CoverageError: a score is NaN or infinite; the message names layer and expert.
     """
     require_finite(scores_LEI, "channel scores", ("layer", "expert"))
     widths_LE = widths_LE.cpu()

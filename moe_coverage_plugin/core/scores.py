@@ -7,28 +7,30 @@ from typing import Literal
 
 from torch import Tensor
 
-from moe_coverage_plugin.core.attribution import ChannelMetric
+from moe_coverage_plugin.options import ChannelMetric
 
-# what somebody computes by a rule of their own has a name, too
+# "own": scores that a user computed by another rule
 StoredMetric = Literal[ChannelMetric, "own"]
+# scores of an expert that fewer calibration tokens reached depend on which tokens they were
+TOKEN_FLOOR = 32
 
 
 @dataclass(frozen=True)
 class AttributionScores:
-    """Everything the decisions need. Float64 on the CPU unless said otherwise.
+    """All measurements that a plan is made from. Tensors are float64 on the CPU if no other dtype is given.
 
     Attributes:
-        names: module path of each MoE layer, in layer order.
+        names: module path of the experts of each MoE layer, in layer order.
         top_k: experts picked for a token, per layer.
-        channel_metric: what ``channels_LEI`` measures; ``own``: something that this package does not.
+        channel_metric: the metric of ``channels_LEI``; ``own`` for scores that this package did not compute.
         channels_LEI: channel scores, at least 0.
         first_order_LE: ``sum_t <g z, y> / ||y||^2``, the paper's first-order attribution of an expert.
-        second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the loss when the expert is removed, exactly.
-        tokens_LE: routed tokens, int64.
+        second_order_LE: ``sum_t ||g z||^2 / ||y||^2``, the exact layer-local loss when the expert is removed.
+        tokens_LE: number of routed tokens, int64.
         routing_weight_sum_LE: sum of routing weights.
-        layer_loss_L: rise of the model's loss when a layer fades, ``None`` where it was not measured.
-        nll_signed_LE: ``-sum_t <dNLL/dz, z>``, the rise of the model's loss without the expert, to first order; may be
-            negative. Like the next two, ``None`` without a gradient pass.
+        layer_loss_L: rise of the model's loss when the output of a layer is scaled down; ``None`` if not measured.
+        nll_signed_LE: ``-sum_t <dNLL/dz, z>``, the first-order rise of the model's loss when the expert is removed;
+            may be negative. Like the next two, ``None`` without a gradient pass.
         nll_absolute_LE: ``sum_t |<dNLL/dz, z>|``.
         nll_squared_LE: ``sum_t <dNLL/dz, z>^2``.
     """
@@ -48,11 +50,11 @@ class AttributionScores:
 
     @property
     def unreached(self) -> dict[str, list[int]]:
-        """Experts that no calibration token reached, per block."""
+        """Experts that no calibration token was routed to, by layer."""
         return self._where(self.tokens_LE == 0)
 
     def reached_by_fewer_than(self, tokens: int) -> dict[str, list[int]]:
-        """Experts that some calibration tokens reached, but fewer than ``tokens``, per block."""
+        """Experts with at least one calibration token but fewer than ``tokens``, by layer."""
         return self._where((self.tokens_LE > 0) & (self.tokens_LE < tokens))
 
     def _where(self, flags_LE: Tensor) -> dict[str, list[int]]:

@@ -1,15 +1,12 @@
-"""Smoothing of importance before it becomes a prior (paper, appendix C.3.3): a few outliers must not take it all."""
+"""Smoothing of importance before it becomes a prior, so that outliers do not take the budget (paper, app. C.3.3)."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor, where
 
 from moe_coverage_plugin.core.checks import require_finite
-
-Smoothing = Literal["none", "sqrt", "log", "huber", "clip"]
+from moe_coverage_plugin.options import Smoothing
 
 LOG_SLOPE = 5.0
 OUTLIER_STDS = 0.5
@@ -18,11 +15,11 @@ OUTLIER_STDS = 0.5
 def smooth(importance: Tensor, method: Smoothing) -> Tensor:
     """Compress the range of importance along the last axis (experts of a layer, or layers).
 
-    ``sqrt``: square root. ``log``: ``log(1 + 5 x)`` of ``x`` relative to the mean; without the division the result
-    would depend on the unit of the importance, that is on the number of calibration tokens. ``huber``: unchanged up to
-    ``delta = mean + 0.5 std``, beyond it ``sqrt(2 delta x - delta^2)``, which meets it with equal value and slope.
+    ``sqrt``: square root. ``log``: ``log(1 + 5 x)`` with ``x`` relative to the mean, so that the result does not
+    depend on the number of calibration tokens. ``huber``: unchanged up to
+    ``delta = mean + 0.5 std``, beyond it ``sqrt(2 delta x - delta^2)``, with equal value and slope at ``delta``.
     ``clip``: ``min(x, mean + 0.5 std)``. The standard deviation is the population's. Every method is monotone and maps
-    zero to zero; negative input (a signed first-order score can be negative) counts as zero.
+    zero to zero; negative input (a signed first-order score can be negative) is treated as zero.
 
     Args:
         importance: ``[L, E]`` or one row ``[G]``, floating or integer, any device.
@@ -48,7 +45,7 @@ def smooth(importance: Tensor, method: Smoothing) -> Tensor:
         case "huber":
             delta = _outlier_limit(x)
             unit = where(delta > 0, delta, 1)
-            # squares of tiny numbers would vanish
+            # as a ratio, because squares of tiny numbers underflow
             return where(x <= delta, x, delta * (2 * x.maximum(unit) / unit - 1).sqrt())
         case "clip":
             return x.minimum(_outlier_limit(x))

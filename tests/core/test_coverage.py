@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.plan import binary_search_coverage
-from moe_coverage_plugin.core.coverage import count_smallest, coverage_thresholds, plan_coverage, solve_coverage
+from moe_coverage_plugin.core.coverage import count_smallest, coverage_thresholds, solve_coverage
 from moe_coverage_plugin.core.ragged import sort_descending
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -19,6 +19,12 @@ def random_problem(seed: int, groups: int, channels: int) -> tuple[Tensor, Tenso
     scores_GD = torch.randn(groups, channels, dtype=torch.float64, generator=generator).exp()
     prior_G = torch.rand(groups, dtype=torch.float64, generator=generator) + 0.05
     return scores_GD, prior_G
+
+
+def both_levels(scores_LEI: Tensor, layer_prior_L: Tensor, expert_prior_LE: Tensor, budget: int) -> Tensor:
+    """Widths of the paper's two levels: layers share the budget, then the experts of each layer share its part."""
+    budgets_L = solve_coverage(scores_LEI.flatten(1), layer_prior_L, budget)
+    return solve_coverage(scores_LEI, expert_prior_LE, budgets_L)
 
 
 def exact_coverage(scores: list[list[int]], prior: list[int], budget: int) -> list[int]:
@@ -103,14 +109,14 @@ def test_worked_example_of_two_layers() -> None:
     # The four smallest are 0 0 .25 .45: 1 and 3 channels.
     # Inside layer 1, phi = (1, 1): the first channel of each.
     expert_prior_LE = torch.tensor([[1.0, 2.0], [1.0, 1.0]])
-    widths_LE = plan_coverage(scores_LEI, torch.tensor([1.0, 1.0]), expert_prior_LE, 6)
+    widths_LE = both_levels(scores_LEI, torch.tensor([1.0, 1.0]), expert_prior_LE, 6)
     assert widths_LE.tolist() == [[1, 3], [1, 1]]
     #
     # Layer 1 twice as important, 7 channels: its thresholds halve to 0 .25 .4 .45 .475 .5, and the seven smallest are
     # 0 0 .25 .3 .4 .45 .475: layer 0 keeps 2, layer 1 keeps 5.
     # Inside layer 1:  expert 0:  0  10/16  1      expert 1:  0  2/4  3/4
     # The five smallest leave out 1: 2 and 3 channels.
-    widths_LE = plan_coverage(scores_LEI, torch.tensor([1.0, 2.0]), expert_prior_LE, 7)
+    widths_LE = both_levels(scores_LEI, torch.tensor([1.0, 2.0]), expert_prior_LE, 7)
     assert widths_LE.tolist() == [[1, 1], [2, 3]]
 
 
@@ -119,7 +125,7 @@ def test_plan_meets_the_budget_to_the_channel(seed: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores_LEI = torch.rand(3, 4, 5, generator=generator)  # float32, as accumulators may be
     budget = round(share * scores_LEI.numel())
-    widths_LE = plan_coverage(
+    widths_LE = both_levels(
         scores_LEI, torch.rand(3, generator=generator), torch.rand(3, 4, generator=generator), budget
     )
     assert int(widths_LE.sum()) == budget
@@ -177,25 +183,23 @@ def test_bad_numbers_are_refused_by_name(bad: float) -> None:
     scores_LEI, layer_prior_L, expert_prior_LE = torch.ones(2, 3, 4), torch.ones(2), torch.ones(2, 3)
     broken_LEI = scores_LEI.clone()
     broken_LEI[1, 2, 3] = bad
-    with pytest.raises(CoverageError, match=r"channel scores must .* layer 1 expert 2 has"):
-        plan_coverage(broken_LEI, layer_prior_L, expert_prior_LE, 5)
+    with pytest.raises(CoverageError, match=r"channel scores must .* layer 1 group 2 has"):
+        solve_coverage(broken_LEI, expert_prior_LE, torch.tensor([5, 5]))
     with pytest.raises(CoverageError, match=r"channel scores must .*, but group 2 has"):
         solve_coverage(broken_LEI[1], expert_prior_LE[1], 5)
-    with pytest.raises(CoverageError, match=r"channel scores must .* problem 1 group 2 has"):
-        solve_coverage(broken_LEI, expert_prior_LE, torch.tensor([5, 5]))
     layer_prior_L[1] = bad
-    with pytest.raises(CoverageError, match=r"layer importances must .* layer 1 has"):
-        plan_coverage(scores_LEI, layer_prior_L, expert_prior_LE, 5)
+    with pytest.raises(CoverageError, match=r"importances must .* group 1 has"):
+        solve_coverage(scores_LEI.flatten(1), layer_prior_L, 5)
     expert_prior_LE[0, 1] = bad
-    with pytest.raises(CoverageError, match=r"expert importances must .* layer 0 expert 1 has"):
-        plan_coverage(scores_LEI, torch.ones(2), expert_prior_LE, 5)
+    with pytest.raises(CoverageError, match=r"importances must .* layer 0 group 1 has"):
+        solve_coverage(scores_LEI, expert_prior_LE, torch.tensor([5, 5]))
 
 
 def test_pooled_layer_counts_every_channel_once() -> None:
     generator = torch.Generator().manual_seed(5)
     scores_LEI = torch.rand(2, 3, 4, dtype=torch.float64, generator=generator)
     layer_prior_L = torch.tensor([1.0, 3.0])
-    widths_LE = plan_coverage(scores_LEI, layer_prior_L, torch.ones(2, 3), 13)
+    widths_LE = both_levels(scores_LEI, layer_prior_L, torch.ones(2, 3), 13)
     pooled = [sorted(layer.flatten().tolist(), reverse=True) for layer in scores_LEI]
     thresholds = sorted(
         (sum(row[:n]) / sum(row) / phi, layer)

@@ -86,8 +86,8 @@ def test_signed_importance_below_zero_counts_as_zero():
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (CoverageStrategy(expert_importance="nll_squared", layer_prior="uniform"), "do not hold nll_squared"),
-        (CoverageStrategy(), "do not hold the loss of fading layers"),
+        (CoverageStrategy(expert_importance="nll_squared", layer_prior="uniform"), "do not contain nll_squared"),
+        (CoverageStrategy(), "do not contain the importance of layers"),
     ],
 )
 def test_importance_that_was_not_measured_is_refused(strategy: CoverageStrategy, words: str):
