@@ -1,7 +1,7 @@
-"""4-bit weights as compressed-tensors stores them (``pack-quantized``): eight nibbles to an int32 word.
+"""4-bit weights as compressed-tensors stores them (``pack-quantized``): eight nibbles per int32 word.
 
-Values -8..7 are stored plus 8, the first column in the lowest nibble, packed along the input dimension. Zero points,
-in the same range, are packed along the output dimension.
+Values -8..7 are stored plus 8, the first column in the lowest nibble. Weights are packed along their input features,
+zero points, which have the same range, along the output features.
 """
 
 import torch
@@ -11,16 +11,16 @@ _OFFSET = 8
 
 
 def packed_columns(columns: int) -> int:
-    """int32 words that hold one row of ``columns`` 4-bit values."""
+    """Number of int32 words that hold a row of ``columns`` 4-bit values."""
     return -(-columns // NIBBLES)
 
 
 def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """Signed values of packed words.
+    """Unpack rows of words into signed values.
 
     Args:
         packed: int32 ``[rows, packed_columns(columns)]``.
-        columns: values per row; the last word may be partly filled.
+        columns: values per row; the rest of the last word is not read.
 
     Returns:
         int8 ``[rows, columns]``, values -8..7.
@@ -31,12 +31,15 @@ def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def unpack_zero_points(packed: torch.Tensor, rows: int, matrices: int = 1) -> torch.Tensor:
-    """int8 ``[rows, groups]`` of packed words.
+    """Unpack zero points, whose words hold eight rows each.
 
     Args:
         packed: int32 ``[words, groups]``.
-        rows: of all matrices.
-        matrices: of equally many rows, one above the other, each packed by itself.
+        rows: rows of all matrices together.
+        matrices: number of matrices, one above the other, that have equally many rows and were packed separately.
+
+    Returns:
+        int8 ``[rows, groups]``, values -8..7.
     """
     return torch.cat([unpack_int4(words.t(), rows // matrices).t() for words in packed.chunk(matrices)])
 
@@ -44,13 +47,13 @@ def unpack_zero_points(packed: torch.Tensor, rows: int, matrices: int = 1) -> to
 def dequantize(
     packed: torch.Tensor, scale: torch.Tensor, columns: int, zero_point: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Weights of group or channel quantization, ``(value - zero point) * scale`` in the dtype of the scales.
+    """Dequantize weights: ``(value - zero point) * scale`` in the dtype of the scales.
 
     Args:
         packed: int32 ``[rows, packed_columns(columns)]``.
-        scale: floating ``[rows, groups]``, ``columns`` a multiple of ``groups``; one group is channel quantization.
-        columns: input dimension.
-        zero_point: int8 ``[rows, groups]``, of asymmetric quantization.
+        scale: floating ``[rows, groups]``, where ``groups`` divides ``columns``; one group is channel quantization.
+        columns: input features.
+        zero_point: int8 ``[rows, groups]`` for asymmetric quantization.
 
     Returns:
         ``[rows, columns]`` in the dtype of ``scale``.

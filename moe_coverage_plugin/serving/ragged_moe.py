@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving import float8
 from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
-from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 from moe_coverage_plugin.serving.storage import ZERO_POINT, ExpertShapes, Part
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,21 +22,40 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RaggedWeights(NamedTuple):
-    """Flat parameters of a layer's experts; scales where weights have 4 or 8 bits, the others where there are any."""
+def ragged_moe(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    weights: RaggedWeights,
+    widths_E: list[int],
+    group_size: int,
+    activation: str,
+    weight_on_input: bool,
+) -> Tensor:
+    """Sum over a token's experts of routing weight times ``down(act(gate(x)) * up(x))``, for this rank's channels.
 
-    w13: Tensor
-    w2: Tensor
-    w13_scale: Tensor | None = None
-    w2_scale: Tensor | None = None
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
-    w13_zero_point: Tensor | None = None
-    w2_zero_point: Tensor | None = None
+    One operator, so that compilers need not look into a loop that depends on the routing.
+
+    Args:
+        x_TH: hidden states.
+        topk_weights_TK: routing weights, usually float32.
+        topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does -1, vLLM's mark of padding.
+        weights: in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH``, 8-bit floats, to which activations
+            are then rounded, too, or int32 words.
+        widths_E: channels of each expert on this rank.
+        group_size: input features per scale, 0 for one scale per row.
+        activation: a key of ``ACTIVATIONS``.
+        weight_on_input: multiply the routing weight into the expert's input instead of its output.
+
+    Returns:
+        ``y_TH`` in the dtype of ``x_TH``, accumulated in float32.
+    """
+    options = widths_E, group_size, activation, weight_on_input
+    return ragged_moe_operator(x_TH, topk_weights_TK, topk_ids_TK, *weights, *options)
 
 
 @torch.library.custom_op("moe_coverage::ragged_moe", mutates_args=())
-def ragged_moe(
+def ragged_moe_operator(
     x_TH: Tensor,
     topk_weights_TK: Tensor,
     topk_ids_TK: Tensor,
@@ -53,37 +72,17 @@ def ragged_moe(
     activation: str,
     weight_on_input: bool,
 ) -> Tensor:
-    """Sum over a token's experts of routing weight times ``down(act(gate(x)) * up(x))``, for this rank's channels.
-
-    One operator, so that compilers need not look into a loop that depends on the routing.
-
-    Args:
-        x_TH: hidden states.
-        topk_weights_TK: routing weights, usually float32.
-        topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does -1, vLLM's mark of padding.
-        w13, w2: flat weights in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH`` or in 8-bit floats, to
-            which activations are then rounded, too, or int32 words.
-        w13_scale, w2_scale: flat scales of packed and of 8-bit weights.
-        w13_bias, w2_bias: flat biases.
-        w13_zero_point, w2_zero_point: flat zero points of packed weights that are asymmetric, as words.
-        widths_E: channels of each expert on this rank.
-        group_size: input channels per scale, 0 for one scale per row.
-        activation: a key of ``ACTIVATIONS``.
-        weight_on_input: multiply the routing weight into the expert's input in place of its output.
-
-    Returns:
-        ``y_TH`` in the dtype of ``x_TH``, accumulated in float32.
-    """
+    """``ragged_moe`` with the fields of ``RaggedWeights`` one by one: the signature is the operator's schema."""
+    weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point)
     bits = {torch.int32: 4, float8.FLOAT8: 8}.get(w13.dtype, 16)
     scheme = ExpertScheme(bits, group_size or None, w13_zero_point is not None)
     shapes = ExpertShapes(tuple(widths_E), x_TH.shape[-1], scheme)
-    weights = RaggedWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_zero_point, w2_zero_point)
     known = not (x_TH.is_cuda and torch.cuda.is_current_stream_capturing())
     act_fn = ACTIVATIONS[activation]
     return routed_experts(x_TH, topk_weights_TK, topk_ids_TK, weights, shapes, act_fn, weight_on_input, known)
 
 
-@ragged_moe.register_fake
+@ragged_moe_operator.register_fake
 def _(x_TH: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x_TH)
 
@@ -110,13 +109,13 @@ def routed_experts(
         hit_TK = topk_ids_TK == expert
         hit_T = hit_TK.any(-1)
         weight_T = (topk_weights_TK * hit_TK).sum(-1)
-        token_N = hit_T.nonzero().squeeze(-1) if routing_known else torch.arange(len(x_TH), device=x_TH.device)
-        x_NH, weight_N1 = x_TH[token_N], weight_T[token_N].unsqueeze(-1)
+        token_M = hit_T.nonzero().squeeze(-1) if routing_known else torch.arange(len(x_TH), device=x_TH.device)
+        x_NH, weight_N1 = x_TH[token_M], weight_T[token_M].unsqueeze(-1)
         if weight_on_input:
-            z_NH = _expert_forward((x_NH * weight_N1).to(x_TH.dtype), weights, shapes, expert, act_fn).float()
+            z_MH = _expert_forward((x_NH * weight_N1).to(x_TH.dtype), weights, shapes, expert, act_fn).float()
         else:
-            z_NH = _expert_forward(x_NH, weights, shapes, expert, act_fn).float() * weight_N1
-        y_TH.index_add_(0, token_N, z_NH.masked_fill(~hit_T[token_N].unsqueeze(-1), 0))
+            z_MH = _expert_forward(x_NH, weights, shapes, expert, act_fn).float() * weight_N1
+        y_TH.index_add_(0, token_M, z_MH.masked_fill(~hit_T[token_M].unsqueeze(-1), 0))
     return y_TH.to(x_TH.dtype)
 
 

@@ -3,7 +3,7 @@ import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
 from moe_coverage_plugin.expert_scheme import ExpertScheme
-from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, RaggedWeights, ragged_moe, routed_experts
+from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe, ragged_moe_operator, routed_experts
 from moe_coverage_plugin.serving.storage import ExpertStorage
 from tests.serving.random_experts import RaggedExperts
 
@@ -41,7 +41,7 @@ def forward(
         x,
         weights,
         ids,
-        *storage.parameters(layer),
+        storage.parameters(layer),
         widths_E=list(storage.local.widths_E),
         group_size=experts.scheme.group_size or 0,
         activation=activation,
@@ -146,7 +146,7 @@ def test_same_sum_while_the_routing_is_unknown(
         x,
         weights[:, :1],
         ids[:, :1],
-        RaggedWeights(*storage.parameters(layer)),
+        storage.parameters(layer),
         storage.local,
         ACTIVATIONS["silu"],
     )
@@ -200,4 +200,6 @@ def test_operator_is_well_formed(scheme: ExpertScheme, widths: list[int]) -> Non
     )
     # the first one multiplies what it is given by zero, which torch does not do with 8-bit floats
     of_any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ragged_moe, arguments, test_utils=of_any if scheme.bits == 8 else ("test_schema", *of_any))
+    torch.library.opcheck(
+        ragged_moe_operator, arguments, test_utils=of_any if scheme.bits == 8 else ("test_schema", *of_any)
+    )

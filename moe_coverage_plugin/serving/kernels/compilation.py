@@ -1,4 +1,4 @@
-"""Kernels are compiled before they serve: the first of a kind takes Triton a second."""
+"""Compilation of all kernels of a layer before it serves: Triton takes about a second for the first call of each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts, shared_memory
-from moe_coverage_plugin.serving.kernels.routing import ONE_KERNEL
-from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, LaunchPlan, all_plans
+from moe_coverage_plugin.serving.kernels.routing import ONE_KERNEL_LIMITS
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, all_plans
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 
 _Kind = tuple[object, ...]
@@ -21,21 +21,22 @@ def compile_ahead(
     """Run every kernel that ``ragged_experts`` may choose for these experts, once for each kind of layer.
 
     Args:
-        weights: of one layer; layers that differ by their widths only are of one kind, if these are multiples of the
-            same unit.
+        weights: of one layer. Layers that differ only in their widths are of one kind if they have the same ``unit``.
         top_k: experts per token.
         dtype: of hidden states.
-        activation, weight_on_input: as for ``ragged_experts``.
+        activation: as for ``ragged_experts``.
+        weight_on_input: as for ``ragged_experts``.
 
     Returns:
-        Whether any kernel was run: not where the kind was known.
+        Whether any kernel was run; ``False`` if this kind of layer was compiled before.
     """
     present = tuple(tensor is not None for tensor in weights.tensors)
     numbers = weights.experts, weights.hidden, weights.bits, weights.group_size, weights.unit, weights.min_width
     kind = (weights.table_E4.device, top_k, dtype, activation, weight_on_input, present, numbers)
-    if kind in _compiled or weights.width == 0:
+    if kind in _compiled or weights.max_width == 0:
         return False
-    for plan, tokens in runs(weights.bits, dtype.itemsize, top_k, shared_memory(weights.table_E4.device)):
+    shared = shared_memory(weights.table_E4.device)
+    for plan, tokens in plans_and_tokens(weights.bits, dtype.itemsize, top_k, shared):
         x_TH = torch.zeros(tokens, weights.hidden, dtype=dtype, device=weights.table_E4.device)
         ids_TK = torch.zeros(tokens, top_k, dtype=torch.int32, device=x_TH.device)
         ragged_experts(x_TH, ids_TK.float(), ids_TK, weights, activation, weight_on_input, plan)
@@ -43,9 +44,18 @@ def compile_ahead(
     return True
 
 
-def runs(bits: int, itemsize: int, top_k: int, shared: int = LARGE_SHARED) -> Iterator[tuple[LaunchPlan, int]]:
-    """Plans, each with numbers of tokens that together need every kernel that it ever does."""
-    within = [max(1, limit // top_k) for limit, _ in ONE_KERNEL]
+def plans_and_tokens(
+    bits: int, itemsize: int, top_k: int, shared: int = LARGE_SHARED_MEMORY
+) -> Iterator[tuple[LaunchPlan, int]]:
+    """Every plan, with numbers of tokens that together run all kernels that the plan can run.
+
+    Args:
+        bits: see ``KernelWeights``.
+        itemsize: bytes of an element of the hidden states.
+        top_k: experts per token.
+        shared: bytes of shared memory that one program may have.
+    """
+    per_limit = [max(1, limit // top_k) for limit, _ in ONE_KERNEL_LIMITS]
     for plan in all_plans(bits, itemsize, shared):
-        # what is decoded needs no tiles of pairs, so no sorting
-        yield from ((plan, tokens) for tokens in ([1] if plan.path == "decode" else [*within, within[-1] + 1]))
+        # decoding does not sort pairs, so all numbers of tokens run the same kernels
+        yield from ((plan, tokens) for tokens in ([1] if plan.path == "decode" else [*per_limit, per_limit[-1] + 1]))

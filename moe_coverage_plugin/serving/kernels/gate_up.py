@@ -1,120 +1,146 @@
-"""Gate and up projection of routed pairs, and the activation between them."""
+"""Gate and up projection of routed rows, and the activation between them."""
 
 import triton
 import triton.language as tl
 
-from moe_coverage_plugin.serving.kernels.arithmetic import activated, along_rows, along_tokens, rounded
-from moe_coverage_plugin.serving.kernels.products import product, tile_and_block
+from moe_coverage_plugin.serving.kernels.arithmetic import apply_activation, expand_m, expand_o, round_to
+from moe_coverage_plugin.serving.kernels.expert_table import FIRST_CHANNEL, FIRST_UNIT, WIDTH, load_column
+from moe_coverage_plugin.serving.kernels.matmul import matmul_tile, tile_of_program
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles", "blocks_n"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles_m", "num_tiles_n"])
 def gate_up_kernel(
-    x_ptr, token_scale_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr, expert_of_tile_ptr, sorted_ptr,
-    routing_weight_ptr, h_ptr,
-    pairs, tiles, hidden, blocks_n, h_stride,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, w_zero_point_ptr, bias_ptr, table_ptr, expert_of_tile_ptr,
+    sorted_pairs_ptr, routing_weight_ptr, h_ptr,
+    num_pairs, num_tiles_m, hidden, num_tiles_n, h_stride,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr, DIRECT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, FAST: tl.constexpr,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
+    ONE_PAIR_PER_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate(x)) * up(x)`` of one tile of pairs, for ``BLOCK_N`` channels of its expert.
+    """``h[m] = act(gate_proj(x[token(m)])) * up_proj(x[token(m)])`` with the weights of the pair's expert.
 
-    The grid is all ``tiles`` times all ``blocks_n`` of the widest expert; programs without work leave at once.
-    Channels from the width up to whole units are written as zeros, nothing beyond them.
+    Grid: ``num_tiles_m * num_tiles_n`` programs. Each computes ``BLOCK_M`` pairs of one expert by ``BLOCK_N`` of its
+    channels. ``num_tiles_n`` is that of the widest expert: programs of unused tiles and beyond an expert's width
+    return at once. Channels from the width up to a multiple of ``UNIT`` are written as zeros, later ones not at all.
 
-    Args:
-        x_ptr: ``[tokens, hidden]``, in the type of weights unless these are packed.
-        token_scale_ptr: float32 ``[tokens]``, where ``x_ptr`` holds 8-bit floats.
-        w_ptr, scale_ptr, zero_ptr, bias_ptr, table_ptr: ``w13`` and its like, see ``KernelWeights``.
-        expert_of_tile_ptr, sorted_ptr: see ``Routing``; if ``DIRECT``, the experts of pairs, each pair its own tile.
-        routing_weight_ptr: ``[pairs]``, read if ``WEIGHT_ON_INPUT``.
-        h_ptr: ``[pairs, h_stride]``.
-        GROUP: tiles that share a block of weights one after the other, while the cache holds it.
+    Numerics: both projections are accumulated in float32, see ``matmul_tile``. Scales of 8-bit floats, then biases,
+    the activation and the product are computed in float32, too; ``h`` is rounded once. The routing weight, if it is
+    applied to the input, is multiplied into ``x`` and rounded to its dtype, but into the float32 scale of an 8-bit
+    token.
+
+    Tested against ``core.ragged.reference_moe`` together with the down projection.
+
+    Pointers:
+        x_ptr: ``[tokens, hidden]`` in the dtype of the weights, or in that of the scales of packed weights.
+        x_scale_ptr: float32 ``[tokens]`` if ``BITS`` is 8.
+        w_ptr: ``w13`` of ``KernelWeights``.
+        w_scale_ptr: scales of packed and of 8-bit weights.
+        w_zero_point_ptr: zero points if ``HAS_ZERO_POINT``.
+        bias_ptr: biases if ``HAS_BIAS``.
+        table_ptr: int64 ``[experts, 4]``, see ``TableRow``.
+        expert_of_tile_ptr: int32 ``[num_tiles_m]``, see ``Routing``; the experts of pairs if ``ONE_PAIR_PER_TILE``.
+        sorted_pairs_ptr: int32 ``[num_tiles_m * BLOCK_M]``, see ``Routing``; not read if ``ONE_PAIR_PER_TILE``.
+        routing_weight_ptr: floating ``[num_pairs]``, read if ``WEIGHT_ON_INPUT``.
+        h_ptr: ``[num_pairs, h_stride]``, written in its own dtype.
+
+    Constants (others: see the package):
+        ONE_PAIR_PER_TILE: tile ``m`` consists of pair ``m`` alone, and the other ``BLOCK_M - 1`` rows are masked.
     """
-    tile, block_n = tile_and_block(tl.program_id(0), tiles, blocks_n, GROUP)
-    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
+    tile_m, tile_n = tile_of_program(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
+    expert = tl.load(expert_of_tile_ptr + tile_m).to(tl.int64)
     if expert < 0:
         return
-    width = tl.load(table_ptr + expert * 4).to(tl.int32)
-    stored = (width + UNIT - 1) // UNIT * UNIT
-    if block_n * BLOCK_N >= stored:
+    width = load_column(table_ptr, expert, WIDTH).to(tl.int32)
+    padded_width = (width + UNIT - 1) // UNIT * UNIT
+    if tile_n * BLOCK_N >= padded_width:
         return
-    slot_M = tl.arange(0, BLOCK_M)
-    pair_M = tl.where(slot_M == 0, tile, pairs) if DIRECT else tl.load(sorted_ptr + tile * BLOCK_M + slot_M)
-    live_M = pair_M < pairs
-    weight_M = slot_M
+    index_M = tl.arange(0, BLOCK_M)
+    if ONE_PAIR_PER_TILE:
+        pair_M = tl.where(index_M == 0, tile_m, num_pairs)
+    else:
+        pair_M = tl.load(sorted_pairs_ptr + tile_m * BLOCK_M + index_M)
+    mask_M = pair_M < num_pairs
+    routing_weight_M = index_M
     if WEIGHT_ON_INPUT:
-        weight_M = tl.load(routing_weight_ptr + pair_M, mask=live_M, other=0.0).to(tl.float32)
-    row_R = _rows(block_n, width, stored, BITS, BLOCK_N)
-    scales = _scale(scale_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT) if BITS != 16 else w_ptr
-    acc = product(
+        routing_weight_M = tl.load(routing_weight_ptr + pair_M, mask=mask_M, other=0.0).to(tl.float32)
+    row_O = _w13_rows(tile_n, width, padded_width, BITS, BLOCK_N)
+    scales = _w13_scale_ptr(w_scale_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT) if BITS != 16 else w_ptr
+    acc = matmul_tile(
         (x_ptr + (pair_M // TOP_K).to(tl.int64) * hidden)[:, None],
-        live_M,
-        weight_M,
-        _matrix(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
+        mask_M,
+        routing_weight_M,
+        _w13_ptr(w_ptr, table_ptr, expert, hidden, BITS, UNIT),
         scales,
-        _scale(zero_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT) if HAS_ZERO else w_ptr,
-        row_R,
-        block_n * BLOCK_N * 2,
-        stored * 2,
+        _w13_scale_ptr(w_zero_point_ptr, table_ptr, expert, hidden, BITS, GROUP_SIZE, UNIT)
+        if HAS_ZERO_POINT else w_ptr,
+        row_O,
+        tile_n * BLOCK_N * 2,
+        padded_width * 2,
         hidden,
-        BITS, GROUP_SIZE, HAS_ZERO, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT and BITS != 8, SWAP, FAST,
+        BITS, GROUP_SIZE, HAS_ZERO_POINT, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT and BITS != 8,
+        SWAP_AB, INLINE_PTX,
     )  # fmt: skip
     if BITS == 8:
-        token_M = tl.load(token_scale_ptr + pair_M // TOP_K, mask=live_M, other=0.0)
-        # the scale of a token grows as the token does
-        token_M = token_M * weight_M if WEIGHT_ON_INPUT else token_M
-        acc *= along_rows(tl.load(scales + row_R).to(tl.float32), SWAP) * along_tokens(token_M, SWAP)
+        x_scale_M = tl.load(x_scale_ptr + pair_M // TOP_K, mask=mask_M, other=0.0)
+        # a token times a factor has the same 8-bit values and the scale times this factor
+        x_scale_M = x_scale_M * routing_weight_M if WEIGHT_ON_INPUT else x_scale_M
+        acc *= expand_o(tl.load(scales + row_O).to(tl.float32), SWAP_AB) * expand_m(x_scale_M, SWAP_AB)
     if HAS_BIAS:
-        acc += along_rows(_bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N), SWAP)
-    if SWAP:
+        acc += expand_o(_load_w13_bias(bias_ptr, table_ptr, expert, tile_n, width, BLOCK_N), SWAP_AB)
+    if SWAP_AB:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-        h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_N, BLOCK_M))
+        h = tl.reshape(apply_activation(gate, ACTIVATION) * up, (BLOCK_N, BLOCK_M))
     else:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 8, 2, 8)), (0, 1, 3, 2)))
-        h = tl.reshape(activated(gate, ACTIVATION) * up, (BLOCK_M, BLOCK_N))
-    n_N = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    h = tl.where(along_rows(n_N < width, SWAP), h, 0.0)
-    h_ptrs = along_tokens(h_ptr + pair_M.to(tl.int64) * h_stride, SWAP) + along_rows(n_N, SWAP)
-    mask = along_tokens(live_M, SWAP) & along_rows(n_N < stored, SWAP)
-    tl.store(h_ptrs, rounded(h, h_ptr.dtype.element_ty), mask=mask)
+        h = tl.reshape(apply_activation(gate, ACTIVATION) * up, (BLOCK_M, BLOCK_N))
+    channel_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = tl.where(expand_o(channel_N < width, SWAP_AB), h, 0.0)
+    h_ptrs = expand_m(h_ptr + pair_M.to(tl.int64) * h_stride, SWAP_AB) + expand_o(channel_N, SWAP_AB)
+    mask = expand_m(mask_M, SWAP_AB) & expand_o(channel_N < padded_width, SWAP_AB)
+    tl.store(h_ptrs, round_to(h, h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _matrix(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
-    """Where an expert's ``w13`` begins."""
+def _w13_ptr(w_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Pointer to an expert's ``w13``."""
     if BITS != 4:
-        return w_ptr + tl.load(table_ptr + expert * 4 + 1) * 2 * hidden
+        return w_ptr + load_column(table_ptr, expert, FIRST_CHANNEL) * 2 * hidden
     else:
-        return w_ptr + tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT) * ((hidden + 31) // 32 * 16)
+        # two values per byte, rows padded to whole chunks of 32
+        return w_ptr + load_column(table_ptr, expert, FIRST_UNIT) * (2 * UNIT) * ((hidden + 31) // 32 * 16)
 
 
 @triton.jit
-def _scale(scale_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr):
-    """Where the scales of an expert's ``w13`` begin, or its zero points."""
+def _w13_scale_ptr(
+    scale_ptr, table_ptr, expert, hidden, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr
+):
+    """Pointer to the scales or zero points of an expert's ``w13``."""
     if BITS == 8:
-        return scale_ptr + tl.load(table_ptr + expert * 4 + 1) * 2
+        return scale_ptr + load_column(table_ptr, expert, FIRST_CHANNEL) * 2
     else:
         groups = 1 if GROUP_SIZE == 0 else hidden // GROUP_SIZE
-        return scale_ptr + tl.load(table_ptr + expert * 4 + 2) * (2 * UNIT) * groups
+        return scale_ptr + load_column(table_ptr, expert, FIRST_UNIT) * (2 * UNIT) * groups
 
 
 @triton.jit
-def _rows(block_n, width, stored, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows of ``w13`` for a block of channels: eight of the gate, the same eight of up, and so on.
+def _w13_rows(tile_n, width, padded_width, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of ``w13`` for a tile of channels: 8 of ``gate_proj``, the same 8 of ``up_proj``, and so on.
 
-    So one product serves both, and each thread holds both of a channel. Packed rows lie in that order.
+    In this order one matrix product computes both projections, and each thread holds both values of a channel. Packed
+    rows are stored in this order.
     """
-    row = tl.arange(0, 2 * BLOCK_N)
+    row_O = tl.arange(0, 2 * BLOCK_N)
     if BITS != 4:
-        channel = tl.minimum(block_n * BLOCK_N + row // 16 * 8 + row % 8, width - 1)
-        return row // 8 % 2 * width + channel
+        channel_O = tl.minimum(tile_n * BLOCK_N + row_O // 16 * 8 + row_O % 8, width - 1)
+        return row_O // 8 % 2 * width + channel_O
     else:
-        return tl.minimum(block_n * BLOCK_N * 2 + row, 2 * stored - 1)
+        return tl.minimum(tile_n * BLOCK_N * 2 + row_O, 2 * padded_width - 1)
 
 
 @triton.jit
-def _bias(bias_ptr, table_ptr, expert, block_n, width, BLOCK_N: tl.constexpr):
-    """Biases in the order of ``_rows``."""
-    places = bias_ptr + tl.load(table_ptr + expert * 4 + 1) * 2 + _rows(block_n, width, width, 16, BLOCK_N)
-    return tl.load(places).to(tl.float32)
+def _load_w13_bias(bias_ptr, table_ptr, expert, tile_n, width, BLOCK_N: tl.constexpr):
+    """Load biases as float32 in the order of ``_w13_rows``; they are stored like plain weights."""
+    row_O = _w13_rows(tile_n, width, width, 16, BLOCK_N)
+    return tl.load(bias_ptr + load_column(table_ptr, expert, FIRST_CHANNEL) * 2 + row_O).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Tiles of (token, expert) pairs: pairs sorted by expert, so that a tile needs one expert's weights.
+"""Sorts pairs of token and slot by expert into tiles, so that each tile needs the weights of one expert.
 
-A pair is ``token * K + slot``. Every expert's pairs come in order, padded to whole tiles of ``block_m``. Nothing is
-counted on the host: all sizes are bounds that follow from shapes.
+Pair ``token * K + slot`` is a routed row. The pairs of each expert keep their order and are padded to whole tiles of
+``block_m`` pairs. Nothing is counted on the host: all sizes are upper bounds that follow from shapes.
 """
 
 from __future__ import annotations
@@ -13,186 +13,211 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_KERNEL = ((64, 64), (1024, 1024))
-"""Up to so many pairs one kernel does it all, every program counting all pairs anew, by blocks of so many: that costs
-less than more launches."""
+from moe_coverage_plugin.serving.kernels.expert_table import load_width
 
-PAIR_BLOCK, LARGE_PAIR_BLOCK = 64, 128
-# comparisons of pairs and others that a program holds at once: more than 32 for each thread would leave the registers
-RANK_BLOCK, LARGE_RANK_BLOCK = 64, 32
-TILE_BLOCK, EXPERT_BLOCK = 64, 16
+ONE_KERNEL_LIMITS = ((64, 64), (1024, 1024))
+"""Numbers of pairs up to which one kernel sorts, and the number that it counts per step.
+
+Each of its programs counts all pairs, which takes less time than two more launches.
+"""
+
+PAIRS_PER_PROGRAM, MANY_PAIRS_PER_PROGRAM = 64, 128
+"""Pairs that one program sorts, with one kernel and with three."""
+
+# Earlier pairs that a program compares with its own in one step: 64 * 64 or 128 * 32 comparisons are 32 registers for
+# each of 128 threads.
+COMPARED_PER_STEP, COMPARED_PER_STEP_OF_MANY = 64, 32
+TILES_PER_STEP, EXPERTS_PER_PROGRAM, PROGRAMS_PER_STEP = 64, 16, 128
 
 
 class Routing(NamedTuple):
     """Pairs in tiles.
 
     Attributes:
-        sorted_pairs: int32, ``block_m`` pairs of every tile; the number of pairs marks a place that is empty. Unset
-            beyond the last used tile.
-        expert_of_tile: int32, -1 where a tile is not used; used ones come first.
+        sorted_pairs: int32 ``[tiles * block_m]``, the pairs of each tile; the number of pairs marks padding. Not
+            defined beyond the last used tile.
+        expert_of_tile: int32 ``[tiles]``, -1 for unused tiles, which come last.
     """
 
     sorted_pairs: Tensor
     expert_of_tile: Tensor
 
 
-def max_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """The most tiles that ``pairs`` pairs can need: one begun per expert that gets any, and the full ones."""
-    begun = min(pairs, experts)
-    return begun + (pairs - begun) // block_m
+def max_tiles(num_pairs: int, experts: int, block_m: int) -> int:
+    """The most tiles that a routing can need: a first one for each expert that gets pairs, and full ones."""
+    first_tiles = min(num_pairs, experts)
+    return first_tiles + (num_pairs - first_tiles) // block_m
 
 
-def count_block(pairs: int) -> int | None:
-    """Pairs that one kernel counts at once, ``None`` where three kernels sort them."""
-    return next((block for limit, block in ONE_KERNEL if pairs <= limit), None)
-
-
-def route_reference(topk_ids_TK: Tensor, widths_E: Tensor, block_m: int, min_width: int = 1) -> Routing:
-    """What ``route`` computes, in plain torch; only the used part of ``sorted_pairs``."""
-    ids_P = topk_ids_TK.flatten().long()
-    pairs, tiles = len(ids_P), []
-    for expert, width in enumerate(widths_E.tolist()):
-        pair_N = (ids_P == expert).nonzero().flatten()
-        if width >= min_width:
-            tiles += [(expert, part.tolist()) for part in pair_N.split(block_m) if len(part)]
-    places = [pair for _, part in tiles for pair in part + [pairs] * (block_m - len(part))]
-    unused = max_tiles(pairs, len(widths_E), block_m) - len(tiles)
-    experts = [expert for expert, _ in tiles] + [-1] * unused
-    return Routing(
-        torch.tensor(places, dtype=torch.int32),
-        torch.tensor(experts, dtype=torch.int32),
-    )
+def one_kernel_step(num_pairs: int) -> int | None:
+    """Pairs that the only kernel counts per step, ``None`` if three kernels sort them."""
+    return next((step for limit, step in ONE_KERNEL_LIMITS if num_pairs <= limit), None)
 
 
 def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 1) -> Routing:
-    """Sort pairs into tiles; stable, so equal inputs give equal tiles.
+    """Sort pairs into tiles. The sort is stable, so equal inputs give equal tiles.
+
+    Tested against a loop over experts in ``tests/serving/kernels/test_routing.py``.
 
     Args:
-        topk_ids_TK: integer expert numbers, contiguous; negative ones and experts below ``min_width`` get no place.
-        table_E4: the experts' table of ``KernelWeights``.
+        topk_ids_TK: integer experts, contiguous. Negative ones and experts narrower than ``min_width`` get no tile.
+        table_E4: see ``TableRow``.
         block_m: pairs per tile, a power of two.
-        min_width: 1, or 0 if experts of width 0 have something to add.
+        min_width: 1, or 0 if experts of width 0 have a bias to add.
     """
-    pairs, experts, device = topk_ids_TK.numel(), len(table_E4), topk_ids_TK.device
-    tiles = max_tiles(pairs, experts, block_m)
+    num_pairs, experts, device = topk_ids_TK.numel(), len(table_E4), topk_ids_TK.device
+    tiles = max_tiles(num_pairs, experts, block_m)
     routing = Routing(
         torch.empty(tiles * block_m, dtype=torch.int32, device=device),
         torch.empty(tiles, dtype=torch.int32, device=device),
     )
-    counted = count_block(pairs)
-    one_kernel = counted is not None
-    pair_block = PAIR_BLOCK if one_kernel else LARGE_PAIR_BLOCK
-    blocks, bins = triton.cdiv(pairs, pair_block), triton.next_power_of_2(experts)
-    totals_E = earlier_BE = topk_ids_TK  # not read where one kernel does it all
+    counted_per_step = one_kernel_step(num_pairs)
+    one_kernel = counted_per_step is not None
+    pairs_per_program = PAIRS_PER_PROGRAM if one_kernel else MANY_PAIRS_PER_PROGRAM
+    programs, bins = triton.cdiv(num_pairs, pairs_per_program), triton.next_power_of_2(experts)
+    totals_E = earlier_ME = topk_ids_TK  # not read by the only kernel
     if not one_kernel:
-        earlier_BE = torch.empty(blocks, bins, dtype=torch.int32, device=device)
+        earlier_ME = torch.empty(programs, bins, dtype=torch.int32, device=device)
         totals_E = torch.empty(bins, dtype=torch.int32, device=device)
-        _count_kernel[(blocks,)](
-            *(topk_ids_TK, table_E4, earlier_BE, pairs),
+        _histogram_kernel[(programs,)](
+            *(topk_ids_TK, table_E4, earlier_ME, num_pairs),
             MIN_WIDTH=min_width,
-            BLOCK=pair_block,
+            PAIRS_PER_PROGRAM=pairs_per_program,
             BINS=bins,
         )
-        _earlier_kernel[(triton.cdiv(bins, EXPERT_BLOCK),)](
-            *(earlier_BE, totals_E, blocks),
-            BLOCK=128,
-            EXPERT_BLOCK=EXPERT_BLOCK,
+        _prefix_sum_kernel[(triton.cdiv(bins, EXPERTS_PER_PROGRAM),)](
+            *(earlier_ME, totals_E, programs),
+            PROGRAMS_PER_STEP=PROGRAMS_PER_STEP,
+            EXPERTS_PER_PROGRAM=EXPERTS_PER_PROGRAM,
             BINS=bins,
         )
-    _place_kernel[(blocks,)](
-        *(topk_ids_TK, table_E4, earlier_BE, totals_E, *routing, pairs, tiles),
+    _scatter_kernel[(programs,)](
+        *(topk_ids_TK, table_E4, earlier_ME, totals_E, *routing, num_pairs, tiles),
         ONE_KERNEL=one_kernel,
         MIN_WIDTH=min_width,
         BLOCK_M=block_m,
-        BLOCK=pair_block,
-        COUNT_BLOCK=counted or 0,
-        RANK_BLOCK=RANK_BLOCK if one_kernel else LARGE_RANK_BLOCK,
-        TILE_BLOCK=TILE_BLOCK,
+        PAIRS_PER_PROGRAM=pairs_per_program,
+        COUNTED_PER_STEP=counted_per_step or 0,
+        COMPARED_PER_STEP=COMPARED_PER_STEP if one_kernel else COMPARED_PER_STEP_OF_MANY,
+        TILES_PER_STEP=TILES_PER_STEP,
         BINS=bins,
     )
     return routing
 
 
 @triton.jit
-def _experts_of(ids_ptr, table_ptr, pair, pairs, MIN_WIDTH: tl.constexpr):
-    """Experts of pairs, -1 for those without a place."""
-    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    width = tl.load(table_ptr + expert * 4, mask=expert >= 0, other=-1)
+def _load_experts(ids_ptr, table_ptr, pair, num_pairs, MIN_WIDTH: tl.constexpr):
+    """Load the experts of pairs, -1 for pairs that get no tile."""
+    expert = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    width = load_width(table_ptr, expert, expert >= 0, -1)
     return tl.where(width >= MIN_WIDTH, expert, -1)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    ids_ptr, table_ptr, counts_ptr, pairs, MIN_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
-):
-    """Pairs of every expert in every block of pairs."""
-    block = tl.program_id(0)
-    expert = _experts_of(ids_ptr, table_ptr, block * BLOCK + tl.arange(0, BLOCK), pairs, MIN_WIDTH)
-    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=expert >= 0))
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def _earlier_kernel(
-    counts_ptr, totals_ptr, blocks, BLOCK: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BINS: tl.constexpr
-):
-    """Counts of blocks, in place, to counts of all earlier blocks; and the totals."""
-    expert = tl.program_id(0) * EXPERT_BLOCK + tl.arange(0, EXPERT_BLOCK)
-    total = tl.zeros((EXPERT_BLOCK,), dtype=tl.int32)
-    for first in range(0, blocks, BLOCK):
-        block = first + tl.arange(0, BLOCK)
-        places = counts_ptr + block[:, None] * BINS + expert[None, :]
-        mask = (block < blocks)[:, None] & (expert < BINS)[None, :]
-        counts = tl.load(places, mask=mask, other=0)
-        tl.store(places, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=mask)
-        total += tl.sum(counts, axis=0)
-    tl.store(totals_ptr + expert, total, mask=expert < BINS)
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def _place_kernel(
-    ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_ptr, expert_of_tile_ptr, pairs, tiles,
-    ONE_KERNEL: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr, BINS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs"])
+def _histogram_kernel(
+    ids_ptr, table_ptr, counts_ptr, num_pairs,
+    MIN_WIDTH: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Every program places its block of pairs and its share of tiles; none waits for another."""
-    block = tl.program_id(0)
-    first = block * BLOCK
-    pair = first + tl.arange(0, BLOCK)
-    expert = _experts_of(ids_ptr, table_ptr, pair, pairs, MIN_WIDTH)
+    """``counts[program, expert]``: each program counts the pairs of every expert among its own pairs.
 
-    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    Pointers:
+        ids_ptr: integer ``[num_pairs]``, experts of pairs.
+        table_ptr: int64 ``[experts, 4]``, see ``TableRow``.
+        counts_ptr: int32 ``[programs, BINS]``; ``BINS`` is the number of experts, rounded up to a power of two.
+    """
+    program = tl.program_id(0)
+    pair_M = program * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
+    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, MIN_WIDTH)
+    tl.store(counts_ptr + program * BINS + tl.arange(0, BINS), tl.histogram(expert_M, BINS, mask=expert_M >= 0))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _prefix_sum_kernel(
+    counts_ptr, totals_ptr, programs,
+    PROGRAMS_PER_STEP: tl.constexpr, EXPERTS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Replace ``counts[program, expert]`` by its exclusive prefix sum over programs, and write ``totals[expert]``.
+
+    Each program does so for ``EXPERTS_PER_PROGRAM`` experts.
+
+    Pointers:
+        counts_ptr: int32 ``[programs, BINS]`` of ``_histogram_kernel``, overwritten.
+        totals_ptr: int32 ``[BINS]``.
+    """
+    expert_E = tl.program_id(0) * EXPERTS_PER_PROGRAM + tl.arange(0, EXPERTS_PER_PROGRAM)
+    total_E = tl.zeros((EXPERTS_PER_PROGRAM,), dtype=tl.int32)
+    for first in range(0, programs, PROGRAMS_PER_STEP):
+        program_M = first + tl.arange(0, PROGRAMS_PER_STEP)
+        counts_ptrs = counts_ptr + program_M[:, None] * BINS + expert_E[None, :]
+        mask = (program_M < programs)[:, None] & (expert_E < BINS)[None, :]
+        counts_ME = tl.load(counts_ptrs, mask=mask, other=0)
+        tl.store(counts_ptrs, total_E[None, :] + tl.cumsum(counts_ME, axis=0) - counts_ME, mask=mask)
+        total_E += tl.sum(counts_ME, axis=0)
+    tl.store(totals_ptr + expert_E, total_E, mask=expert_E < BINS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _scatter_kernel(
+    ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_pairs_ptr, expert_of_tile_ptr, num_pairs, num_tiles,
+    ONE_KERNEL: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr,
+    COUNTED_PER_STEP: tl.constexpr, COMPARED_PER_STEP: tl.constexpr, TILES_PER_STEP: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
+    """Write the fields of ``Routing``: each program its own pairs and its share of tiles, without synchronization.
+
+    The position of a pair is the first position of its expert plus its rank, the number of earlier pairs of this
+    expert.
+
+    Pointers:
+        ids_ptr: integer ``[num_pairs]``, experts of pairs.
+        table_ptr: int64 ``[experts, 4]``, see ``TableRow``.
+        earlier_ptr: int32 ``[programs, BINS]`` of ``_prefix_sum_kernel``, read unless ``ONE_KERNEL``.
+        totals_ptr: int32 ``[BINS]`` of ``_prefix_sum_kernel``, read unless ``ONE_KERNEL``.
+        sorted_pairs_ptr: see ``Routing``.
+        expert_of_tile_ptr: see ``Routing``.
+
+    Constants:
+        ONE_KERNEL: every program counts all pairs itself and compares its own with all earlier ones.
+    """
+    program = tl.program_id(0)
+    first = program * PAIRS_PER_PROGRAM
+    pair_M = first + tl.arange(0, PAIRS_PER_PROGRAM)
+    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, MIN_WIDTH)
+
+    earlier_E = tl.zeros((BINS,), dtype=tl.int32)
     if ONE_KERNEL:
-        total = tl.zeros((BINS,), dtype=tl.int32)
-        for start in range(0, pairs, COUNT_BLOCK):
-            counted = _experts_of(ids_ptr, table_ptr, start + tl.arange(0, COUNT_BLOCK), pairs, MIN_WIDTH)
-            total += tl.histogram(counted, BINS, mask=counted >= 0)
+        total_E = tl.zeros((BINS,), dtype=tl.int32)
+        for start in range(0, num_pairs, COUNTED_PER_STEP):
+            counted_M = start + tl.arange(0, COUNTED_PER_STEP)
+            counted_expert_M = _load_experts(ids_ptr, table_ptr, counted_M, num_pairs, MIN_WIDTH)
+            total_E += tl.histogram(counted_expert_M, BINS, mask=counted_expert_M >= 0)
     else:
-        total = tl.load(totals_ptr + tl.arange(0, BINS))
-        earlier = tl.load(earlier_ptr + block * BINS + tl.arange(0, BINS))
-    tiles_of_expert = (total + BLOCK_M - 1) // BLOCK_M
-    tile_stop = tl.cumsum(tiles_of_expert, axis=0)
-    expert_start = (tile_stop - tiles_of_expert) * BLOCK_M
+        total_E = tl.load(totals_ptr + tl.arange(0, BINS))
+        earlier_E = tl.load(earlier_ptr + program * BINS + tl.arange(0, BINS))
+    tiles_E = (total_E + BLOCK_M - 1) // BLOCK_M
+    tile_stop_E = tl.cumsum(tiles_E, axis=0)
+    first_position_E = (tile_stop_E - tiles_E) * BLOCK_M
 
-    # a pair's place: its expert's first, plus the number of earlier pairs of that expert
-    rank = tl.gather(earlier, tl.maximum(expert, 0), axis=0)
-    for start in range(0 if ONE_KERNEL else first, first + BLOCK, RANK_BLOCK):
-        other = start + tl.arange(0, RANK_BLOCK)
-        other_expert = tl.load(ids_ptr + other, mask=other < pairs, other=-1).to(tl.int32)
-        same = (expert[:, None] == other_expert[None, :]) & (other[None, :] < pair[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    place = tl.gather(expert_start, tl.maximum(expert, 0), axis=0) + rank
-    tl.store(sorted_ptr + place, pair, mask=expert >= 0)
+    rank_M = tl.gather(earlier_E, tl.maximum(expert_M, 0), axis=0)
+    for start in range(0 if ONE_KERNEL else first, first + PAIRS_PER_PROGRAM, COMPARED_PER_STEP):
+        other_M = start + tl.arange(0, COMPARED_PER_STEP)
+        other_expert_M = tl.load(ids_ptr + other_M, mask=other_M < num_pairs, other=-1).to(tl.int32)
+        is_earlier = (expert_M[:, None] == other_expert_M[None, :]) & (other_M[None, :] < pair_M[:, None])
+        rank_M += tl.sum(is_earlier.to(tl.int32), axis=1)
+    position_M = tl.gather(first_position_E, tl.maximum(expert_M, 0), axis=0) + rank_M
+    tl.store(sorted_pairs_ptr + position_M, pair_M, mask=expert_M >= 0)
 
-    # an expert's last pair also fills its last tile
-    last = (expert >= 0) & (rank + 1 == tl.gather(total, tl.maximum(expert, 0), axis=0))
-    empty = tl.where(last, (BLOCK_M - 1) - rank % BLOCK_M, 0)
+    # whoever places the last pair of an expert writes the padding behind it
+    is_last_M = (expert_M >= 0) & (rank_M + 1 == tl.gather(total_E, tl.maximum(expert_M, 0), axis=0))
+    padding_M = tl.where(is_last_M, (BLOCK_M - 1) - rank_M % BLOCK_M, 0)
     for start in range(0, BLOCK_M, 16):
-        slot = start + tl.arange(0, 16)
-        places = sorted_ptr + (place + 1)[:, None] + slot[None, :]
-        tl.store(places, pairs + tl.zeros((BLOCK, 16), dtype=tl.int32), mask=slot[None, :] < empty[:, None])
+        offset = start + tl.arange(0, 16)
+        padding_ptrs = sorted_pairs_ptr + (position_M + 1)[:, None] + offset[None, :]
+        mask = offset[None, :] < padding_M[:, None]
+        tl.store(padding_ptrs, num_pairs + tl.zeros((PAIRS_PER_PROGRAM, 16), dtype=tl.int32), mask=mask)
 
-    used = tl.sum(tiles_of_expert)
-    for start in range(block * TILE_BLOCK, tiles, tl.num_programs(0) * TILE_BLOCK):
-        tile = start + tl.arange(0, TILE_BLOCK)
-        finished = tl.sum((tile_stop[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-        tl.store(expert_of_tile_ptr + tile, tl.where(tile < used, finished, -1), mask=tile < tiles)
+    used_tiles = tl.sum(tiles_E)
+    for start in range(program * TILES_PER_STEP, num_tiles, tl.num_programs(0) * TILES_PER_STEP):
+        tile = start + tl.arange(0, TILES_PER_STEP)
+        expert_of_tile = tl.sum((tile_stop_E[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        tl.store(expert_of_tile_ptr + tile, tl.where(tile < used_tiles, expert_of_tile, -1), mask=tile < num_tiles)

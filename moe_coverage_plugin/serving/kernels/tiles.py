@@ -1,4 +1,4 @@
-"""Which kernels run with which tile sizes, decided by shapes alone: a small table, nothing is tuned while serving."""
+"""Which kernels run with which tile sizes: a table by shapes, measured once; nothing is tuned while serving."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Literal
 
 Path = Literal["decode", "tiled"]
 
+LARGE_SHARED_MEMORY = 160 * 1024
+"""Bytes of shared memory per program that cards for servers have at least from compute capability 8.0 on.
 
-LARGE_SHARED = 160 * 1024
-"""Bytes of shared memory, as cards for servers have from compute capability 8.0 on. Others have 99 KiB."""
+Other cards have 99 KiB.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,20 +20,20 @@ class Tiles:
     """Tile sizes of one projection.
 
     Attributes:
-        block_n: output channels per program.
-        block_k: input channels per step; with packed weights a multiple of 32.
-        warps: per program.
-        stages: of the software pipeline.
-        group: tiles of pairs that share a block of weights one after the other.
-        swap: weights are the left operand, tokens the short side.
+        block_n: output features per program; in ``gate_up``, channels, which are two rows of weights each.
+        block_k: input features per step; with packed weights a multiple of 32.
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline.
+        group_m: tiles of pairs that use the same weights one after the other, see ``tile_of_program``.
+        swap_ab: make weights the left operand of dot products, see ``mma``.
     """
 
     block_n: int
     block_k: int
-    warps: int = 4
-    stages: int = 3
-    group: int = 1
-    swap: bool = True
+    num_warps: int = 4
+    num_stages: int = 3
+    group_m: int = 1
+    swap_ab: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,27 @@ class LaunchPlan:
     """The kernels of one forward pass.
 
     Attributes:
-        path: ``decode``, every pair its own tile, and all of a token's experts in one program of the second
-            projection; ``tiled``, routing, two projections and a sum.
-        gate_up, down: tile sizes. Of ``down`` in ``decode`` neither ``group`` nor ``swap`` is used.
+        path: ``decode``: each pair is its own tile, and one program computes ``down`` for all slots of a token.
+            ``tiled``: routing, both projections by tiles of pairs, and a sum.
+        gate_up: tile sizes of the gate and up projection.
+        down: tile sizes of the down projection; ``decode`` uses neither its ``group_m`` nor its ``swap_ab``.
         block_m: pairs per tile, 16 or more.
-        wide_sum: keep the outputs of pairs in float32 until they are summed. Not in ``decode``, which always does.
+        float32_z: keep the outputs of pairs in float32 until they are summed. ``decode`` always does.
     """
 
     path: Path
     gate_up: Tiles
     down: Tiles
     block_m: int = 16
-    wide_sum: bool = False
+    float32_z: bool = False
 
 
-# What follows was measured on an H200 (torch 2.11, Triton 3.6): 128 experts of 640 channels on average in blocks of
-# 128, hidden size 2048, 8 experts per token, groups of 128. What is said of large and of few experts: on 8 of 11904
-# and of 5888 channels and 128 of 1280, hidden size 4096, and on 256 of 1664, hidden size 7168.
+# All numbers below were measured on an H200 (torch 2.11, Triton 3.6): the plans with 128 experts of 640 channels on
+# average in multiples of 128, hidden size 2048, 8 experts per token and quantization groups of 128; the limits for
+# large and for few experts also with 8 experts of 11904 and of 5888 channels and 128 of 1280 at hidden size 4096, and
+# with 256 experts of 1664 channels at hidden size 7168.
 
-# Pairs up to which a plan is taken, and the plan.
+# Plans by the number of pairs up to which they are chosen.
 _DECODE_PLAIN = ((32, LaunchPlan("decode", Tiles(32, 64, 4, 6), Tiles(8, 128, 4, 3))),)
 _DECODE_FLOAT8 = (
     (8, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(8, 256, 4, 3))),
@@ -67,10 +71,10 @@ _DECODE_PACKED = (
     (16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),
     (32, LaunchPlan("decode", Tiles(64, 128, 4, 4), Tiles(16, 128, 4, 3))),
 )
-_MOST_DECODED = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
-"""Weights of ``w2`` that pairs may read where they are not sorted: that saves launches, but reads more slowly."""
+_MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
+"""Weights of ``w2`` up to which pairs are decoded, by bits: fewer launches, but weights are read more slowly."""
 
-# Pairs per expert up to which a plan is taken, and the plan.
+# Plans by the number of pairs per expert up to which they are chosen.
 _PLAIN = (
     (10, LaunchPlan("tiled", Tiles(64, 128, 8, 3), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 4), Tiles(256, 64, 4, 3), block_m=32)),
@@ -78,8 +82,8 @@ _PLAIN = (
         48,
         LaunchPlan(
             "tiled",
-            Tiles(64, 64, 4, 3, group=16, swap=False),
-            Tiles(128, 64, 4, 3, group=16, swap=False),
+            Tiles(64, 64, 4, 3, group_m=16, swap_ab=False),
+            Tiles(128, 64, 4, 3, group_m=16, swap_ab=False),
             block_m=64,
         ),
     ),
@@ -87,8 +91,8 @@ _PLAIN = (
         inf,
         LaunchPlan(
             "tiled",
-            Tiles(128, 64, 8, 4, group=16, swap=False),
-            Tiles(256, 64, 8, 4, group=16, swap=False),
+            Tiles(128, 64, 8, 4, group_m=16, swap_ab=False),
+            Tiles(256, 64, 8, 4, group_m=16, swap_ab=False),
             block_m=128,
         ),
     ),
@@ -96,83 +100,96 @@ _PLAIN = (
 _PACKED = (
     (10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(128, 64, 4, 5), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 5), Tiles(128, 64, 4, 5), block_m=32)),
-    (160, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group=8), Tiles(128, 64, 4, 4, group=8), block_m=64)),
-    (inf, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group=8), Tiles(128, 64, 4, 4, group=8), block_m=128)),
+    (160, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group_m=8), Tiles(128, 64, 4, 4, group_m=8), block_m=64)),
+    (inf, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group_m=8), Tiles(128, 64, 4, 4, group_m=8), block_m=128)),
 )
-# sums of 8-bit products are kept twice, see ``arithmetic.dot``: larger tiles do not fit into registers
+# 8-bit dot products need two accumulators, see ``arithmetic.dot``, so larger tiles do not fit into registers
 _FLOAT8 = (
     (10, LaunchPlan("tiled", Tiles(32, 128, 4, 5), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(32, 256, 4, 3), Tiles(128, 128, 4, 3), block_m=32)),
     (
         inf,
-        LaunchPlan("tiled", Tiles(64, 128, 4, 3, group=16, swap=False), Tiles(128, 128, 4, 3, group=16), block_m=64),
+        LaunchPlan(
+            "tiled", Tiles(64, 128, 4, 3, group_m=16, swap_ab=False), Tiles(128, 128, 4, 3, group_m=16), block_m=64
+        ),
     ),
 )
 _FLOAT32 = LaunchPlan("tiled", Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2))
 
 _FEW_PROGRAMS = 256
-"""Programs of a second projection, in blocks of 128 channels, that leave much of a card idle."""
+"""Programs of the down projection, in tiles of 128 output features, up to which much of a card is idle."""
 
 _Table = tuple[tuple[float, LaunchPlan], ...]
 
 
-def _narrower(table: _Table, down: Tiles) -> _Table:
-    """The same plans for few programs: of fewer channels each, which makes more of them, and longer steps."""
+def _with_down(table: _Table, down: Tiles) -> _Table:
+    """The same plans with other tiles of ``down``."""
     return tuple((limit, replace(plan, down=down)) for limit, plan in table)
 
 
-# Where the last plan of 16 bits does not fit, the one before takes its pairs.
-_PLAIN_OF_SMALL = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
+# The last plan of 16 bits needs large shared memory; without it, the plan before is used for its pairs, too.
+_PLAIN_SMALL_SHARED_MEMORY = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
 
-# By bits of weights: for pairs that are not sorted, for few programs, and for all others.
+# By bits of weights: tables for decoding, for few programs (narrower tiles make more of them, with longer steps), and
+# for all other cases.
 _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
-    16: (_DECODE_PLAIN, _narrower(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
-    8: (_DECODE_FLOAT8, _narrower(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
-    4: (_DECODE_PACKED, _narrower(_PACKED[:1], Tiles(64, 256, 4, 3)), _PACKED),
+    16: (_DECODE_PLAIN, _with_down(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
+    8: (_DECODE_FLOAT8, _with_down(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
+    4: (_DECODE_PACKED, _with_down(_PACKED[:1], Tiles(64, 256, 4, 3)), _PACKED),
 }
 
 
-def choose(
-    pairs: int, experts: int, hidden: int, w2_weights: int, bits: int, itemsize: int = 2, shared: int = LARGE_SHARED
+def choose_plan(
+    num_pairs: int,
+    experts: int,
+    hidden: int,
+    w2_numel: int,
+    bits: int,
+    itemsize: int = 2,
+    shared: int = LARGE_SHARED_MEMORY,
 ) -> LaunchPlan:
     """The plan for a number of pairs.
 
     Args:
-        pairs: tokens times experts per token.
+        num_pairs: tokens times experts per token.
         experts: number of experts, removed ones included.
         hidden: hidden size.
-        w2_weights: weights of all second projections together.
+        w2_numel: weights of all experts' ``w2``.
         bits: of weights, see ``KernelWeights``.
-        itemsize: bytes of a hidden state.
-        shared: bytes of shared memory that a program may have.
+        itemsize: bytes of an element of the hidden states.
+        shared: bytes of shared memory that one program may have.
     """
-    if _has_no_table(bits, itemsize):
+    if _is_float32(bits, itemsize):
         return _FLOAT32
     decode, few_programs, tiled = _tables(bits, shared)
-    # pairs of one expert would each read its weights anew: few should meet
-    if 3 * pairs <= experts and pairs * w2_weights <= experts * _MOST_DECODED[bits] and pairs <= decode[-1][0]:
-        return _first(decode, pairs)
-    if min(pairs, experts) * hidden <= 128 * _FEW_PROGRAMS and pairs / experts <= few_programs[-1][0]:
-        return _first(few_programs, pairs / experts)
-    return _first(tiled, pairs / experts)
+    pairs_per_expert = num_pairs / experts
+    # decoding reads an expert's weights once for each of its pairs, so it pays only if experts rarely get several
+    is_sparse = 3 * num_pairs <= experts and num_pairs <= decode[-1][0]
+    if is_sparse and num_pairs * w2_numel <= experts * _MAX_DECODED_WEIGHTS[bits]:
+        return _first(decode, num_pairs)
+    if min(num_pairs, experts) * hidden <= 128 * _FEW_PROGRAMS and pairs_per_expert <= few_programs[-1][0]:
+        return _first(few_programs, pairs_per_expert)
+    return _first(tiled, pairs_per_expert)
 
 
-def all_plans(bits: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> list[LaunchPlan]:
-    """Every plan that ``choose`` may give, the smallest first."""
-    if _has_no_table(bits, itemsize):
+def all_plans(bits: int, itemsize: int = 2, shared: int = LARGE_SHARED_MEMORY) -> list[LaunchPlan]:
+    """Every plan that ``choose_plan`` may return, the smallest first; arguments are the same."""
+    if _is_float32(bits, itemsize):
         return [_FLOAT32]
     return [plan for table in _tables(bits, shared) for _, plan in table]
 
 
 def _tables(bits: int, shared: int) -> tuple[_Table, _Table, _Table]:
     decode, few_programs, tiled = _TABLES[bits]
-    return decode, few_programs, _PLAIN_OF_SMALL if bits == 16 and shared < LARGE_SHARED else tiled
+    if bits == 16 and shared < LARGE_SHARED_MEMORY:
+        tiled = _PLAIN_SMALL_SHARED_MEMORY
+    return decode, few_programs, tiled
 
 
 def _first(table: _Table, count: float) -> LaunchPlan:
     return next(plan for limit, plan in table if count <= limit)
 
 
-def _has_no_table(bits: int, itemsize: int) -> bool:
-    # activations of 8 bits are those that products are made of, whatever hidden states are
+def _is_float32(bits: int, itemsize: int) -> bool:
+    # with 8-bit weights, dot products are of 8-bit floats whatever the dtype of the hidden states
     return itemsize == 4 and bits != 8

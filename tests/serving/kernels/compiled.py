@@ -1,7 +1,9 @@
-"""Compiles the kernels for a Hopper card, which need not be there, as a program in a process of its own.
+"""Compiles kernels for cards that are not present; a program because the tests' own process interprets kernels.
 
-python -m tests.serving.kernels.compiled    prints a JSON object: the compiler's last readable form of every kernel as
-                                            ``code``, and ``shared``, see ``shared_memory_on_small_cards``
+    python -m tests.serving.kernels.compiled
+
+prints a JSON object: ``code``, the TTGIR (Triton's last representation before LLVM) of each kernel by name, and
+``shared``, see ``shared_memory_on_small_cards``.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from triton.compiler import compile as compile_kernel
 
 from moe_coverage_plugin.serving.kernels.down import down_kernel
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
-from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, Tiles, all_plans
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, Tiles, all_plans
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SMALL, SMALL_FLOAT8 = GPUTarget("cuda", 86, 32), GPUTarget("cuda", 89, 32)
-SMALL_SHARED = 99 * 1024
+SMALL_SHARED_MEMORY = 99 * 1024
 TOP_K, GROUP_SIZE, UNIT = 4, 128, 32
 TYPES = {
-    "token_scale_ptr": "*fp32",
-    "pair_scale_ptr": "*fp32",
+    "x_scale_ptr": "*fp32",
+    "h_scale_ptr": "*fp32",
     "table_ptr": "*i64",
     "expert_of_tile_ptr": "*i32",
-    "sorted_ptr": "*i32",
+    "sorted_pairs_ptr": "*i32",
     "routing_weight_ptr": "*fp32",
     "bias_ptr": "constexpr",
 }
@@ -39,32 +41,32 @@ def compiled(
     block_m: int,
     tiles: Tiles,
     weight_on_input: bool = False,
-    has_zero: bool = False,
+    has_zero_point: bool = False,
     target: GPUTarget = HOPPER,
 ) -> Any:
-    """The kernel for bfloat16 hidden states and outputs; products of 8-bit floats have both factors in them."""
+    """The kernel for bfloat16 hidden states and outputs; with 8 bits, both factors of products are 8-bit floats."""
     constants = {
         "BITS": bits,
         "GROUP_SIZE": GROUP_SIZE if bits == 4 else 0,
         "UNIT": UNIT,
-        "FAST": bits == 4,
+        "INLINE_PTX": bits == 4,
         "WEIGHT_ON_INPUT": weight_on_input,
         "HAS_BIAS": False,
-        "HAS_ZERO": has_zero,
+        "HAS_ZERO_POINT": has_zero_point,
         "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
-        "GROUP": tiles.group,
-        "SWAP": tiles.swap,
+        "GROUP_M": tiles.group_m,
+        "SWAP_AB": tiles.swap_ab,
         "EVEN_K": kernel is gate_up_kernel,
         "bias_ptr": None,
     }
-    if not has_zero:
-        constants["zero_ptr"] = None
+    if not has_zero_point:
+        constants["w_zero_point_ptr"] = None
     if bits != 8:
-        constants["token_scale_ptr" if kernel is gate_up_kernel else "pair_scale_ptr"] = None
+        constants["x_scale_ptr" if kernel is gate_up_kernel else "h_scale_ptr"] = None
     if kernel is gate_up_kernel:
-        constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "DIRECT": False}
+        constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "ONE_PAIR_PER_TILE": False}
     names = kernel.arg_names
     factors = {4: {"w_ptr": "*u8"}, 8: dict.fromkeys(("w_ptr", "x_ptr", "h_ptr"), "*fp8e4nv"), 16: {}}[bits]
     if kernel is gate_up_kernel:
@@ -78,12 +80,12 @@ def compiled(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return compile_kernel(source, target=target, options=options)
 
 
-def tiled(bits: int, shared: int = LARGE_SHARED) -> Iterator[tuple[Any, int, Tiles]]:
-    """Kernels of the table whose products are dot products, with pairs and tiles of each, each once."""
+def tiled_kernels(bits: int, shared: int = LARGE_SHARED_MEMORY) -> Iterator[tuple[Any, int, Tiles]]:
+    """Kernels of all plans that use ``tl.dot``, with pairs per tile and tile sizes, each once."""
     found = [
         (kernel, plan.block_m, tiles)
         for plan in all_plans(bits, shared=shared)
@@ -94,11 +96,11 @@ def tiled(bits: int, shared: int = LARGE_SHARED) -> Iterator[tuple[Any, int, Til
 
 
 def shared_memory_on_small_cards() -> int:
-    """The most bytes of shared memory that a kernel needs on a card that has little, of the plans made for it."""
+    """The most bytes of shared memory that a kernel needs, of the plans for cards that have little."""
     needed = []
     for bits, target in ((16, SMALL), (4, SMALL), (8, SMALL_FLOAT8)):
-        kernels = list(tiled(bits, SMALL_SHARED))
-        # those that may need most, by what their steps hold
+        kernels = list(tiled_kernels(bits, SMALL_SHARED_MEMORY))
+        # only those whose pipelines hold most elements
         for kernel, block_m, tiles in sorted(kernels, key=_elements)[-4:]:
             needed.append(compiled(kernel, bits, block_m, tiles, target=target).metadata.shared)
     return max(needed)
@@ -107,22 +109,22 @@ def shared_memory_on_small_cards() -> int:
 def _elements(each: tuple[Any, int, Tiles]) -> int:
     kernel, block_m, tiles = each
     rows = tiles.block_n * (2 if kernel is gate_up_kernel else 1)
-    return (block_m + rows) * tiles.block_k * tiles.stages
+    return (block_m + rows) * tiles.block_k * tiles.num_stages
 
 
 def main() -> None:
-    """The plans of the table whose products are dot products, and one that weights its inputs."""
+    """Compile the kernels of all plans that use ``tl.dot``, and one with the routing weight on its input."""
     found = {}
     for bits in (4, 8, 16):
-        # of 8 bits, operands of all plans come the same way
-        for kernel, block_m, tiles in list(tiled(bits))[-2 if bits == 8 else 0 :]:
-            channels = f"{tiles.block_n} by {tiles.block_k} channels"
-            name = f"{kernel.fn.__name__}, {bits} bits, {block_m} pairs, {channels}"
+        # the operands of 8-bit dot products are in shared memory with all plans, so the largest plan is enough
+        for kernel, block_m, tiles in list(tiled_kernels(bits))[-2 if bits == 8 else 0 :]:
+            sizes = f"{tiles.block_n} by {tiles.block_k} features"
+            name = f"{kernel.fn.__name__}, {bits} bits, {block_m} pairs, {sizes}"
             found[name] = compiled(kernel, bits, block_m, tiles)
             if bits == 4:
-                found[f"{name}, zero points"] = compiled(kernel, bits, block_m, tiles, has_zero=True)
+                found[f"{name}, zero points"] = compiled(kernel, bits, block_m, tiles, has_zero_point=True)
     widest = all_plans(16)[-1]
-    found["weighted inputs"] = compiled(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
+    found["weight on input"] = compiled(gate_up_kernel, 16, widest.block_m, widest.gate_up, weight_on_input=True)
     code = {name: kernel.asm["ttgir"] for name, kernel in found.items()}
     print(json.dumps({"code": code, "shared": shared_memory_on_small_cards()}))
 

@@ -1,4 +1,4 @@
-"""The kernels run on a GPU where there is one, in Triton's interpreter where there is none."""
+"""Kernels are tested on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Read when kernels are defined, so before anything imports them.
+    # Triton reads this when kernels are defined, so it is set before any import of them
     os.environ["TRITON_INTERPRET"] = "1"
 
-GARBAGE = 2**30
+UNINITIALIZED = 2**30
+"""An integer that is out of range for every index."""
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +22,14 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated without values holds NaN, or numbers that are no index."""
+    """Fill uninitialized memory with NaN or with invalid indices, so that reading it shows up in results."""
 
     def poisoned(allocate):
         def allocate_and_fill(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
             if tensor.is_floating_point():
                 return tensor.fill_(torch.nan)
-            return tensor.fill_(GARBAGE) if tensor.dtype in (torch.int32, torch.int64) else tensor
+            return tensor.fill_(UNINITIALIZED) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
         return allocate_and_fill
 

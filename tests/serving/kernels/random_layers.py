@@ -1,4 +1,4 @@
-"""Random layers as the kernels take them, routing, and the judge in float64."""
+"""Random layers in the layout of the kernels, random routing, and the float64 reference."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from dataclasses import replace
 import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, Tiles
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights, prepare
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
-from moe_coverage_plugin.serving.scheme import ExpertScheme
+from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 from tests.serving.random_experts import RaggedExperts
 
 TOP_K = 2
-AROUND = 4096
-WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "w13_zero_point", "w2_zero_point")
+GUARD = 4096
+"""Elements before and after each tensor of weights."""
 
-# Every constant that changes what a kernel computes, both ways, in sizes that a test can afford.
+# Both values of every constant that changes what a kernel computes, in sizes that the interpreter can run.
 PLANS = {
-    "decode": LaunchPlan("decode", Tiles(64, 64), Tiles(64, 64, stages=1)),
+    "decode": LaunchPlan("decode", Tiles(64, 64), Tiles(64, 64, num_stages=1)),
     "decode-wide": LaunchPlan("decode", Tiles(64, 32), Tiles(16, 128)),
-    "tiled-swap": LaunchPlan("tiled", Tiles(64, 32, group=2), Tiles(128, 32), block_m=16),
-    "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group=3), block_m=32),
+    "tiled-swap": LaunchPlan("tiled", Tiles(64, 32, group_m=2), Tiles(128, 32), block_m=16),
+    "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group_m=3), block_m=32),
     "tiled": LaunchPlan(
-        "tiled", Tiles(64, 64, group=2, swap=False), Tiles(64, 64, swap=False), block_m=32, wide_sum=True
+        "tiled", Tiles(64, 64, group_m=2, swap_ab=False), Tiles(64, 64, swap_ab=False), block_m=32, float32_z=True
     ),
 }
-FEW = PLANS["decode"]
-MANY = PLANS["tiled-swap"]
+DECODE = PLANS["decode"]
+TILED = PLANS["tiled-swap"]
 
-UGLY = [40, 0, 200, 33, 1]  # nothing, one channel, and no multiple of anything
+UNALIGNED = [40, 0, 200, 33, 1]  # a removed expert, one of a single channel, and widths without a common divisor
 SCHEMES = {
-    "plain": (ExpertScheme(), UGLY, 96),
-    "plain-blocks": (ExpertScheme(), [128, 0, 256], 128),
+    "plain": (ExpertScheme(), UNALIGNED, 96),
+    "plain-aligned": (ExpertScheme(), [128, 0, 256], 128),
     "group-32": (ExpertScheme(4, 32), [32, 0, 96, 128], 96),
     "group-64": (ExpertScheme(4, 64), [64, 0, 128], 128),
     "group-128": (ExpertScheme(4, 128), [128, 0, 256], 128),
@@ -41,16 +42,16 @@ SCHEMES = {
     "group-32-zeros": (ExpertScheme(4, 32, zero_points=True), [32, 0, 96, 128], 96),
     "group-128-zeros": (ExpertScheme(4, 128, zero_points=True), [128, 0, 256], 128),
     "channel-zeros": (ExpertScheme(4, None, zero_points=True), [40, 0, 200, 9], 104),
-    "float8": (ExpertScheme(8), UGLY, 96),
-    "float8-blocks": (ExpertScheme(8), [128, 0, 256], 128),
+    "float8": (ExpertScheme(8), UNALIGNED, 96),
+    "float8-aligned": (ExpertScheme(8), [128, 0, 256], 128),
 }
 
 
-def surrounded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, between numbers that nobody may read."""
-    wide = torch.full((tensor.numel() + 2 * AROUND,), torch.nan if tensor.is_floating_point() else 255).to(tensor)
-    wide[AROUND:-AROUND] = tensor.flatten()
-    return wide[AROUND:-AROUND].view(tensor.shape)
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy between NaN, or bytes of 255, which show up in results if a kernel reads beyond the tensor."""
+    wide = torch.full((tensor.numel() + 2 * GUARD,), torch.nan if tensor.is_floating_point() else 255).to(tensor)
+    wide[GUARD:-GUARD] = tensor.flatten()
+    return wide[GUARD:-GUARD].view(tensor.shape)
 
 
 class RandomLayer:
@@ -58,7 +59,7 @@ class RandomLayer:
 
     Attributes:
         experts: what the checkpoint stores of them.
-        weights: as the kernels take them.
+        weights: in the layout of the kernels.
     """
 
     def __init__(
@@ -78,17 +79,18 @@ class RandomLayer:
 
     def _prepare(self, rank: int, world_size: int) -> KernelWeights:
         storage, layer = self.experts.loaded(rank, world_size)
+        loaded = storage.parameters(layer)
         weights = prepare(
-            *(None if tensor is None else tensor.data.to(self.device) for tensor in storage.parameters(layer)),
+            RaggedWeights(*(None if tensor is None else tensor.data.to(self.device) for tensor in loaded)),
             widths_E=storage.local.widths_E,
             hidden=self.experts.hidden,
             group_size=self.experts.scheme.group_size,
         )
-        fields = {name: getattr(weights, name) for name in WEIGHTS}
-        return replace(weights, **{name: surrounded(t) for name, t in fields.items() if t is not None})
+        tensors = (None if tensor is None else guarded(tensor) for tensor in weights.tensors)
+        return replace(weights, tensors=RaggedWeights(*tensors))
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, routing weights and different live experts for every token."""
+        """Hidden states, routing weights, and a different kept expert for each slot of a token."""
         widths = torch.tensor(self.experts.widths)
         logits = torch.randn(tokens, len(widths)).masked_fill(widths == 0, -torch.inf)
         weights_TK, ids_TK = logits.softmax(-1).topk(TOP_K)
@@ -97,7 +99,7 @@ class RandomLayer:
     def hidden_states(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, self.experts.hidden).to(self.device, self.dtype)
 
-    def judge(
+    def reference(
         self,
         x_TH: torch.Tensor,
         weights_TK: torch.Tensor,
@@ -105,18 +107,18 @@ class RandomLayer:
         activation: str = "silu",
         weight_on_input: bool = False,
     ) -> torch.Tensor:
-        """The output in float64; experts that are not there add nothing."""
+        """The output in float64; negative and removed experts add nothing."""
         x_TH, weights_TK, ids_TK = x_TH.cpu(), weights_TK.cpu(), ids_TK.cpu().long()
         widths_E = torch.tensor(self.experts.widths)
-        live_TK = (ids_TK >= 0) & (widths_E[ids_TK.clamp(min=0)] > 0)
-        ids_TK = ids_TK.where(live_TK, widths_E.argmax())
+        kept_TK = (ids_TK >= 0) & (widths_E[ids_TK.clamp(min=0)] > 0)
+        ids_TK = ids_TK.where(kept_TK, widths_E.argmax())
         if not weight_on_input:
-            return self._reference(x_TH, ids_TK, weights_TK.where(live_TK, 0.0), activation)
-        # as the model has it: the product is rounded to the type of the hidden states
-        parts = zip(weights_TK.unbind(1), ids_TK.unbind(1), live_TK.unbind(1), strict=True)
+            return self._reference(x_TH, ids_TK, weights_TK.where(kept_TK, 0.0), activation)
+        # models round the weighted input to the dtype of the hidden states
+        slots = zip(weights_TK.unbind(1), ids_TK.unbind(1), kept_TK.unbind(1), strict=True)
         return sum(
-            self._reference((x_TH * w_T[:, None]).to(x_TH.dtype), ids_T[:, None], live_T[:, None].double(), activation)
-            for w_T, ids_T, live_T in parts
+            self._reference((x_TH * w_T[:, None]).to(x_TH.dtype), ids_T[:, None], kept_T[:, None].double(), activation)
+            for w_T, ids_T, kept_T in slots
         )
 
     def _reference(self, x_TH, ids_TK, weights_TK, activation: str) -> torch.Tensor:
@@ -128,16 +130,16 @@ class RandomLayer:
     def bound(self) -> float:
         """The largest error of a token's output relative to its norm."""
         bits = self.experts.scheme.bits
-        # a card sums products of 8-bit floats in fewer bits
+        # a card accumulates products of 8-bit floats in fewer bits than float32
         if self.dtype == torch.float32 and bits != 8:
             return 1e-5
         return 2e-2 if bits == 4 else 1e-2
 
-    def assert_right(self, found_TH: torch.Tensor, expected_TH: torch.Tensor) -> None:
-        """All tokens within the bound; of 8 bits nine in ten, and the others an eighth at most.
+    def assert_close(self, found_TH: torch.Tensor, expected_TH: torch.Tensor) -> None:
+        """Assert that all tokens are within the bound; with 8 bits, nine of ten, and the others within an eighth.
 
-        Where the largest activation of a token is rounded otherwise, so is its scale, and with it all others; 8-bit
-        floats lie an eighth apart.
+        If the largest activation of a token is rounded differently, its scale differs, and so do all its 8-bit
+        values, which are an eighth apart.
         """
         errors_T = errors(found_TH, expected_TH)
         if self.experts.scheme.bits != 8:
@@ -148,7 +150,7 @@ class RandomLayer:
 
 
 def errors(found_TH: torch.Tensor, expected_TH: torch.Tensor) -> torch.Tensor:
-    """Errors of tokens relative to the norm of what is expected; tokens of zeros must be zeros."""
+    """Errors of tokens relative to the norm of the expected output; tokens of zeros must be zeros."""
     difference_T = (found_TH.cpu().double() - expected_TH).norm(dim=-1)
     assert not difference_T.isnan().any()
     norm_T = expected_TH.norm(dim=-1)

@@ -1,3 +1,5 @@
+"""Compilation ahead of serving: which kernels it covers."""
+
 import pytest
 import torch
 import triton
@@ -5,16 +7,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_coverage_plugin.serving.kernels import compilation
-from moe_coverage_plugin.serving.kernels.compilation import compile_ahead, runs
+from moe_coverage_plugin.serving.kernels.compilation import compile_ahead, plans_and_tokens
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
-from moe_coverage_plugin.serving.kernels.routing import count_block
-from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED, LaunchPlan, choose
+from moe_coverage_plugin.serving.kernels.routing import one_kernel_step
+from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, choose_plan
 from tests.serving.kernels.random_layers import TOP_K, RandomLayer
 
 
 def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
-    """All that tells compiled kernels apart for one kind of layer."""
-    return plan, plan.path == "tiled" and count_block(pairs)
+    """What determines the compiled kernels for one kind of layer."""
+    return plan, plan.path == "tiled" and one_kernel_step(pairs)
 
 
 @given(
@@ -24,24 +26,24 @@ def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
     hidden=st.sampled_from([512, 2048, 7168]),
     width=st.integers(0, 16_384),
     bits=st.sampled_from([4, 8, 16]),
-    shared=st.sampled_from([99 * 1024, LARGE_SHARED]),
+    shared=st.sampled_from([99 * 1024, LARGE_SHARED_MEMORY]),
 )
-@example(128, 8, 128, 2048, 640, 16, LARGE_SHARED)
-@example(129, 8, 128, 2048, 640, 4, LARGE_SHARED)
-@example(2, 2, 8, 4096, 11_904, 4, LARGE_SHARED)
+@example(128, 8, 128, 2048, 640, 16, LARGE_SHARED_MEMORY)
+@example(129, 8, 128, 2048, 640, 4, LARGE_SHARED_MEMORY)
+@example(2, 2, 8, 4096, 11_904, 4, LARGE_SHARED_MEMORY)
 @example(8192, 8, 128, 2048, 640, 16, 99 * 1024)
-def test_no_number_of_tokens_needs_other_kernels(
+def test_all_numbers_of_tokens_use_kernels_compiled_ahead(
     tokens: int, top_k: int, experts: int, hidden: int, width: int, bits: int, shared: int
 ) -> None:
-    """Case 27: nothing is left to be compiled, and so to fail, at the first request."""
-    ahead = {kernels(plan, each * top_k) for plan, each in runs(bits, 2, top_k, shared)}
+    """Case 27: no request waits for a compilation, or fails in one."""
+    ahead = {kernels(plan, each * top_k) for plan, each in plans_and_tokens(bits, 2, top_k, shared)}
     pairs = tokens * top_k
-    assert kernels(choose(pairs, experts, hidden, experts * hidden * width, bits, 2, shared), pairs) in ahead
+    assert kernels(choose_plan(pairs, experts, hidden, experts * hidden * width, bits, 2, shared), pairs) in ahead
 
 
 @pytest.mark.parametrize("scheme", ["plain", "group-32", "group-32-zeros"])
 def test_a_kind_of_layer_is_compiled_once(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    monkeypatch.setattr(compilation, "ONE_KERNEL", ((2, 64), (4, 1024)))  # fewer tokens for the interpreter
+    monkeypatch.setattr(compilation, "ONE_KERNEL_LIMITS", ((2, 64), (4, 1024)))  # fewer tokens for the interpreter
     weights = RandomLayer(device, scheme, torch.float32).weights
     assert compile_ahead(weights, TOP_K, torch.float32, "silu", False)
     assert not compile_ahead(weights, TOP_K, torch.float32, "silu", False)
@@ -49,7 +51,7 @@ def test_a_kind_of_layer_is_compiled_once(device: torch.device, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("scheme", ["plain-blocks", "group-64"])
+@pytest.mark.parametrize("scheme", ["plain-aligned", "group-64"])
 def test_nothing_is_compiled_while_serving(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     layer = RandomLayer(device, scheme)
     compile_ahead(layer.weights, TOP_K, torch.bfloat16, "silu", False)

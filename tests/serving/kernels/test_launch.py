@@ -1,15 +1,17 @@
+"""The forward pass against the reference in float64."""
+
 import pytest
 import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
+from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
-from moe_coverage_plugin.serving.scheme import ExpertScheme
-from tests.serving.kernels.random_layers import FEW, MANY, PLANS, SCHEMES, TOP_K, RandomLayer, error
+from tests.serving.kernels.random_layers import DECODE, PLANS, SCHEMES, TILED, TOP_K, RandomLayer, error
 from tests.serving.random_experts import RaggedExperts
 
-both_paths = pytest.mark.parametrize("plan", [FEW, MANY], ids=["decode", "tiled"])
+both_paths = pytest.mark.parametrize("plan", [DECODE, TILED], ids=["decode", "tiled"])
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -17,7 +19,7 @@ both_paths = pytest.mark.parametrize("plan", [FEW, MANY], ids=["decode", "tiled"
 def test_equals_reference(device: torch.device, scheme: str, plan: str) -> None:
     layer = RandomLayer(device, scheme)
     inputs = layer.inputs(2 if PLANS[plan].path == "decode" else 9)
-    layer.assert_right(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.judge(*inputs))
+    layer.assert_close(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.reference(*inputs))
 
 
 @both_paths
@@ -28,26 +30,26 @@ def test_other_dtypes(device: torch.device, scheme: str, dtype: torch.dtype, pla
     inputs = layer.inputs(3)
     found = ragged_experts(*inputs, layer.weights, plan=plan)
     assert found.dtype == dtype
-    layer.assert_right(found, layer.judge(*inputs))
+    layer.assert_close(found, layer.reference(*inputs))
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_default_plan(device: torch.device, tokens: int) -> None:
-    layer = RandomLayer(device, "group-128" if tokens > 1 else "plain-blocks")
+    layer = RandomLayer(device, "group-128" if tokens > 1 else "plain-aligned")
     inputs = layer.inputs(tokens)
-    assert error(ragged_experts(*inputs, layer.weights), layer.judge(*inputs)) < layer.bound
+    assert error(ragged_experts(*inputs, layer.weights), layer.reference(*inputs)) < layer.bound
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="so many tokens take minutes in the interpreter")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
-@pytest.mark.parametrize("scheme", ["plain-blocks", "group-128", "group-64", "group-128-zeros", "float8-blocks"])
+@pytest.mark.parametrize("scheme", ["plain-aligned", "group-128", "group-64", "group-128-zeros", "float8-aligned"])
 def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> None:
-    """Every one of them, with as many tokens as it is chosen for, and with fewer and more."""
+    """Every plan, with numbers of tokens for which it is chosen, and with others."""
     layer = RandomLayer(device, scheme)
     inputs = layer.inputs(tokens)
-    expected = layer.judge(*inputs)
+    expected = layer.reference(*inputs)
     for plan in all_plans(layer.weights.bits):
-        layer.assert_right(ragged_experts(*inputs, layer.weights, plan=plan), expected)
+        layer.assert_close(ragged_experts(*inputs, layer.weights, plan=plan), expected)
 
 
 @both_paths
@@ -55,7 +57,7 @@ def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> N
 def test_biases(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
     layer = RandomLayer(device, scheme, bias=True)
     inputs = layer.inputs(3)
-    layer.assert_right(ragged_experts(*inputs, layer.weights, plan=plan), layer.judge(*inputs))
+    layer.assert_close(ragged_experts(*inputs, layer.weights, plan=plan), layer.reference(*inputs))
 
 
 @both_paths
@@ -64,7 +66,7 @@ def test_activations(device: torch.device, activation: str, plan: LaunchPlan) ->
     layer = RandomLayer(device, dtype=torch.float32)
     inputs = layer.inputs(2)
     found = ragged_experts(*inputs, layer.weights, activation, plan=plan)
-    assert error(found, layer.judge(*inputs, activation)) < layer.bound
+    assert error(found, layer.reference(*inputs, activation)) < layer.bound
 
 
 @pytest.mark.parametrize(
@@ -83,22 +85,22 @@ def test_weight_on_input(device: torch.device, scheme: str, plan: str) -> None:
     layer = RandomLayer(device, scheme)
     x_TH, weights_TK, ids_TK = layer.inputs(3)
     if scheme == "float8":
-        # to be weighted before or after they are rounded to 8 bits is the same for these alone
+        # only for powers of two is it the same whether a value is weighted before or after rounding to 8 bits
         weights_TK = torch.exp2(weights_TK.log2().round())
     found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, weight_on_input=True, plan=PLANS[plan])
-    layer.assert_right(found, layer.judge(x_TH, weights_TK, ids_TK, weight_on_input=True))
+    layer.assert_close(found, layer.reference(x_TH, weights_TK, ids_TK, weight_on_input=True))
 
 
 @pytest.mark.parametrize(
     ("dtype", "plan"), [(torch.int32, "decode"), (torch.int64, "decode-wide"), (torch.int64, "tiled-swap")]
 )
-def test_experts_that_are_not_there(device: torch.device, dtype: torch.dtype, plan: str) -> None:
+def test_negative_and_removed_experts(device: torch.device, dtype: torch.dtype, plan: str) -> None:
     layer = RandomLayer(device)
     x_TH, weights_TK, _ = layer.inputs(4)
     ids_TK = torch.tensor([[-1, 3], [1, -1], [2, 1], [-1, -1]], dtype=dtype, device=device)
-    weights_TK[ids_TK < 0] = torch.nan  # padding may hold anything
+    weights_TK[ids_TK < 0] = torch.nan  # weights of padding are undefined
     found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=PLANS[plan])
-    assert error(found, layer.judge(x_TH, weights_TK, ids_TK)) < layer.bound
+    assert error(found, layer.reference(x_TH, weights_TK, ids_TK)) < layer.bound
     assert not found[1].any()
     assert not found[3].any()
 
@@ -109,18 +111,18 @@ def test_all_tokens_choose_one_expert_twice(device: torch.device, plan: LaunchPl
     x_TH, weights_TK, _ = layer.inputs(9)
     ids_TK = torch.full((9, TOP_K), 2, dtype=torch.int32, device=device)
     found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan)
-    assert error(found, layer.judge(x_TH, weights_TK, ids_TK)) < layer.bound
+    assert error(found, layer.reference(x_TH, weights_TK, ids_TK)) < layer.bound
 
 
 @both_paths
 @pytest.mark.parametrize("scheme", ["plain", "group-32", "channel", "group-32-zeros", "channel-zeros"])
-def test_ranks_sum_to_the_whole(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
-    # at two ranks, one of them holds nothing of an expert of one unit, and yet may have to add its bias
-    whole = RandomLayer(device, scheme, torch.float32, bias=True)
-    ranks = [RandomLayer(device, scheme, experts=whole.experts, rank=rank, world_size=2) for rank in range(2)]
-    x_TH, weights_TK, ids_TK = whole.inputs(3)
+def test_outputs_of_ranks_sum_to_the_output(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
+    # of two ranks, one has no channel of an expert of a single unit, but it may have to add the expert's bias
+    single = RandomLayer(device, scheme, torch.float32, bias=True)
+    ranks = [RandomLayer(device, scheme, experts=single.experts, rank=rank, world_size=2) for rank in range(2)]
+    x_TH, weights_TK, ids_TK = single.inputs(3)
     found = sum(ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan).cpu() for layer in ranks)
-    assert error(found, whole.judge(x_TH, weights_TK, ids_TK)) < whole.bound
+    assert error(found, single.reference(x_TH, weights_TK, ids_TK)) < single.bound
 
 
 @both_paths
@@ -131,7 +133,7 @@ def test_a_rank_without_channels(device: torch.device, bias: bool, plan: LaunchP
     assert [layer.weights.width for layer in ranks] == [1, 1, 0]
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
-    assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
+    assert error(found, ranks[0].reference(*inputs)) < ranks[0].bound
 
 
 @both_paths
@@ -141,12 +143,12 @@ def test_a_rank_without_channels_and_zero_points(device: torch.device, plan: Lau
     assert 0 in [layer.weights.width for layer in ranks]
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
-    assert error(found, ranks[0].judge(*inputs)) < ranks[0].bound
+    assert error(found, ranks[0].reference(*inputs)) < ranks[0].bound
 
 
 @both_paths
 def test_ranks_of_8_bits(device: torch.device, plan: LaunchPlan) -> None:
-    """Each for itself, since the scale of a token is that of a rank's channels; one expert's are on one rank only."""
+    """Each rank is compared separately because it scales a token by its own channels; one expert is on one rank."""
     experts = RaggedExperts([1, 0, 200], 96, ExpertScheme(8), bias=True)
     for rank in range(2):
         layer = RandomLayer(device, experts=experts, rank=rank, world_size=2)
@@ -154,11 +156,11 @@ def test_ranks_of_8_bits(device: torch.device, plan: LaunchPlan) -> None:
         held = experts.of_rank(experts.storage(rank, 2)[0])
         routing = ids_TK.cpu().long(), weights_TK.cpu()
         expected = reference_moe(x_TH.cpu().double(), *routing, held, ACTIVATIONS["silu"], experts.rounded)
-        layer.assert_right(ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan), expected)
+        layer.assert_close(ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=plan), expected)
 
 
 @both_paths
-def test_padding_of_rows_meets_zeros(device: torch.device, plan: LaunchPlan) -> None:
+def test_padding_of_rows_is_multiplied_by_zeros(device: torch.device, plan: LaunchPlan) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(3)
     expected = ragged_experts(*inputs, layer.weights, plan=plan)
@@ -181,22 +183,22 @@ def test_no_tokens(device: torch.device) -> None:
 def test_several_tiles_of_an_expert(device: torch.device, tokens: int, plan: str) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(tokens)
-    assert error(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.judge(*inputs)) < layer.bound
+    assert error(ragged_experts(*inputs, layer.weights, plan=PLANS[plan]), layer.reference(*inputs)) < layer.bound
 
 
 @pytest.mark.parametrize("plan", ["decode", "decode-wide", "tiled-swap", "tiled"])
-def test_equal_bits_on_every_run(device: torch.device, plan: str) -> None:
+def test_runs_give_equal_bits(device: torch.device, plan: str) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(3)
     first, second = (ragged_experts(*inputs, layer.weights, plan=PLANS[plan]) for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_not_contiguous_inputs(device: torch.device) -> None:
+def test_non_contiguous_inputs(device: torch.device) -> None:
     layer = RandomLayer(device)
     x_TH, weights_TK, ids_TK = layer.inputs(3)
     views = torch.stack([x_TH, x_TH], dim=-1)[..., 0], weights_TK.t().contiguous().t(), ids_TK.t().contiguous().t()
     found, expected = (
-        ragged_experts(*inputs, layer.weights, plan=FEW) for inputs in (views, (x_TH, weights_TK, ids_TK))
+        ragged_experts(*inputs, layer.weights, plan=DECODE) for inputs in (views, (x_TH, weights_TK, ids_TK))
     )
     assert torch.equal(found, expected)

@@ -1,3 +1,5 @@
+"""Quantization of activations to 8-bit floats."""
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 def assert_equal(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     (q, scale), (expected_q, expected_scale) = found, expected
     torch.testing.assert_close(scale, expected_scale.flatten(), rtol=1e-6, atol=0)
-    # a card divides to the last bit but one, and what lies in the middle of two may go to either
+    # a card's division may be off by one bit, and then values halfway between two 8-bit floats may go to the other
     different = q.float() != expected_q.float()
     assert different.sum() <= 0.01 * q.numel()
     steps = (q.view(torch.uint8).int() - expected_q.view(torch.uint8).int()).abs()
@@ -25,7 +27,7 @@ def test_equals_reference(device: torch.device, shape: tuple[int, int], dtype: t
 
 
 @dtypes
-def test_zeros_and_not_numbers(device: torch.device, dtype: torch.dtype) -> None:
+def test_zeros_and_nan(device: torch.device, dtype: torch.dtype) -> None:
     x_TH = torch.zeros(3, 20, dtype=dtype)
     x_TH[1, 3], x_TH[2, 3], x_TH[2, 4] = torch.finfo(dtype).smallest_normal, torch.nan, 1
     q_TH, scale_T = quantize(x_TH.to(device))
@@ -35,17 +37,17 @@ def test_zeros_and_not_numbers(device: torch.device, dtype: torch.dtype) -> None
     assert (scale_T > 0).all()
 
 
-def test_channels_of_every_expert(device: torch.device) -> None:
-    """What lies beyond them is not looked at, and pairs without an expert, or of a removed one, have none."""
+def test_only_channels_of_the_expert_are_quantized(device: torch.device) -> None:
+    """Pairs without an expert and those of a removed one have no channels."""
     widths_E, unit = [24, 0, 9], 16
     table_E4 = torch.tensor([[width, 0, 0, 0] for width in widths_E]).to(device)
-    experts_P = torch.tensor([2, 0, -1, 1], dtype=torch.int32, device=device)
-    h_PN = torch.full((4, 48), torch.nan, dtype=torch.bfloat16, device=device)
-    stored_P = [16, 32, 0, 0]
-    for pair, stored in enumerate(stored_P):
-        h_PN[pair, :stored] = torch.randn(stored)
-    q_PN, scale_P = quantize_channels(h_PN, experts_P, table_E4, unit)
-    for pair, stored in enumerate(stored_P):
-        expected = quantize_tokens(h_PN[pair : pair + 1, :stored])
-        assert_equal((q_PN[pair : pair + 1, :stored], scale_P[pair : pair + 1]), expected)
-        assert q_PN[pair, stored:].float().isnan().all()
+    ids_M = torch.tensor([2, 0, -1, 1], dtype=torch.int32, device=device)
+    h_MN = torch.full((4, 48), torch.nan, dtype=torch.bfloat16, device=device)
+    stored_M = [16, 32, 0, 0]
+    for pair, stored in enumerate(stored_M):
+        h_MN[pair, :stored] = torch.randn(stored)
+    q_MN, scale_M = quantize_channels(h_MN, ids_M, table_E4, unit)
+    for pair, stored in enumerate(stored_M):
+        expected = quantize_tokens(h_MN[pair : pair + 1, :stored])
+        assert_equal((q_MN[pair : pair + 1, :stored], scale_M[pair : pair + 1]), expected)
+        assert q_MN[pair, stored:].float().isnan().all()

@@ -1,10 +1,12 @@
+"""Sorting of pairs into tiles."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_coverage_plugin.serving.kernels import routing
-from moe_coverage_plugin.serving.kernels.routing import max_tiles, route, route_reference
+from moe_coverage_plugin.serving.kernels.routing import Routing, max_tiles, route
 
 
 def table(widths_E: list[int], device: torch.device) -> torch.Tensor:
@@ -13,27 +15,41 @@ def table(widths_E: list[int], device: torch.device) -> torch.Tensor:
     return table_E4.to(device)
 
 
-def used_tiles(found: routing.Routing) -> int:
+def route_reference(topk_ids_TK: torch.Tensor, widths_E: torch.Tensor, block_m: int, min_width: int = 1) -> Routing:
+    """What ``route`` computes, by a loop over experts; ``sorted_pairs`` ends with the last used tile."""
+    ids_M = topk_ids_TK.flatten().long()
+    num_pairs, tiles = len(ids_M), []
+    for expert, width in enumerate(widths_E.tolist()):
+        pairs = (ids_M == expert).nonzero().flatten()
+        if width >= min_width:
+            tiles += [(expert, part.tolist()) for part in pairs.split(block_m) if len(part)]
+    sorted_pairs = [pair for _, part in tiles for pair in part + [num_pairs] * (block_m - len(part))]
+    unused = max_tiles(num_pairs, len(widths_E), block_m) - len(tiles)
+    experts = [expert for expert, _ in tiles] + [-1] * unused
+    return Routing(torch.tensor(sorted_pairs, dtype=torch.int32), torch.tensor(experts, dtype=torch.int32))
+
+
+def used_tiles(found: Routing) -> int:
     return int((found.expert_of_tile >= 0).sum())
 
 
 @st.composite
 def routings(draw) -> tuple[torch.Tensor, list[int]]:
-    """Experts of tokens, -1 and removed experts among them, and the widths."""
+    """Experts of tokens, including -1 and removed ones, and the widths."""
     experts = draw(st.integers(1, 40))
     widths = draw(st.lists(st.sampled_from([0, 8, 640]), min_size=experts, max_size=experts))
     tokens, top_k = draw(st.integers(1, 70)), draw(st.integers(1, 8))
     seed, dtype = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([torch.int32, torch.int64]))
-    low = draw(st.sampled_from([-1, 0, experts - 1]))  # the last one: all pairs to one expert
+    low = draw(st.sampled_from([-1, 0, experts - 1]))  # the last: all pairs to one expert
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, experts, (tokens, top_k), generator=generator).to(dtype), widths
 
 
-@pytest.mark.parametrize("one_kernel", [routing.ONE_KERNEL, ()], ids=["one-kernel", "three-kernels"])
+@pytest.mark.parametrize("limits", [routing.ONE_KERNEL_LIMITS, ()], ids=["one-kernel", "three-kernels"])
 def test_equals_reference(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, one_kernel: tuple[tuple[int, int], ...]
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, limits: tuple[tuple[int, int], ...]
 ) -> None:
-    monkeypatch.setattr(routing, "ONE_KERNEL", one_kernel)
+    monkeypatch.setattr(routing, "ONE_KERNEL_LIMITS", limits)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(routings(), st.sampled_from([16, 32, 128]), st.sampled_from([0, 1]))
@@ -62,12 +78,12 @@ def test_max_tiles_is_the_least_bound(counts: list[int], block_m: int) -> None:
     pairs, experts = sum(counts), len(counts)
     bound = max_tiles(pairs, experts, block_m)
     assert sum(-(-count // block_m) for count in counts) <= bound
-    # the worst case: one pair to each expert, the rest to one of them
-    begun = min(pairs, experts)
-    assert bound == (begun - 1 - (-(pairs - begun + 1) // block_m) if pairs else 0)
+    # the worst case: one pair for each expert, all others for one of them
+    first_tiles = min(pairs, experts)
+    assert bound == (first_tiles - 1 - (-(pairs - first_tiles + 1) // block_m) if pairs else 0)
 
 
-def test_reference_is_what_it_says() -> None:
+def test_reference() -> None:
     ids_TK = torch.tensor([[2, 0], [2, -1], [1, 2]])
     found = route_reference(ids_TK, torch.tensor([8, 0, 8]), 2)
     assert found.sorted_pairs.tolist() == [1, 6, 0, 2, 5, 6]

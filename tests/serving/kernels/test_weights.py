@@ -1,15 +1,19 @@
+"""Weights in the layout of the kernels."""
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_coverage_plugin.serving.kernels.weights import prepare, refusal, repack_int4
+from moe_coverage_plugin.serving.kernels.repacking import repack_int4
+from moe_coverage_plugin.serving.kernels.weights import prepare, unsupported_reason
+from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 from tests.serving.kernels.random_layers import RandomLayer
 
 
 def unpack(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Signed values of ``repack_int4``, place by place as its documentation has it."""
+    """Signed values of ``repack_int4``, one by one, as its docstring describes the layout."""
     values = torch.empty(rows, columns, dtype=torch.int8)
     flat = packed.flatten().tolist()
     chunks = packed.shape[1]
@@ -32,61 +36,63 @@ def test_repacking_keeps_every_value(rows: int, columns: int, seed: int) -> None
     packed = repack_int4(pack_to_int32(values, num_bits=4), columns)
     assert packed.shape == (-(-rows // 16) * 2, -(-columns // 32), 8, 16)
     assert torch.equal(unpack(packed, rows, columns), values)
-    # what was filled in is zero
+    # padding is zero
     assert int((packed & 0xF).long().sum() + (packed >> 4).long().sum()) == int(
         (values.long() + 8).sum() + 8 * (2 * packed.numel() - rows * columns)
     )
 
 
-def flat_tensors(widths: list[int], hidden: int, group_size: int | None) -> list[torch.Tensor]:
+def flat_tensors(widths: list[int], hidden: int, group_size: int | None) -> RaggedWeights:
     words = [2 * sum(widths) * -(-hidden // 8), hidden * sum(-(-width // 8) for width in widths)]
     groups = [2 * sum(widths) * (hidden // (group_size or hidden))]
     groups.append(hidden * sum(width // (group_size or width) if width else 0 for width in widths))
     packed = [torch.randint(-(2**31), 2**31 - 1, (n,), dtype=torch.int32) for n in words]
-    return packed + [torch.rand(n) for n in groups]
+    return RaggedWeights(*packed, *(torch.rand(n) for n in groups))
 
 
-def test_packed_weights_stay_where_they_are() -> None:
-    flat = flat_tensors([64, 0, 96], 64, 32)
-    weights = prepare(*flat, widths_E=[64, 0, 96], hidden=64, group_size=32)
-    made = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
-    assert [tensor.data_ptr() for tensor in made] == [tensor.data_ptr() for tensor in flat]
-    assert [tensor.nbytes for tensor in made] == [tensor.nbytes for tensor in flat]
+def test_packed_weights_are_overwritten() -> None:
+    loaded = flat_tensors([64, 0, 96], 64, 32)
+    prepared = prepare(loaded, widths_E=[64, 0, 96], hidden=64, group_size=32).tensors
+    for before, after in zip(loaded[:4], prepared[:4], strict=True):
+        assert after.data_ptr() == before.data_ptr()
+        assert after.nbytes == before.nbytes
 
 
 def test_order_of_gate_and_up() -> None:
     widths, hidden = [64, 32], 64
-    w13, w2, w13_scale, w2_scale = flat_tensors(widths, hidden, 32)
+    tensors = flat_tensors(widths, hidden, 32)
+    w13, w13_scale = tensors.w13, tensors.w13_scale
+    assert w13_scale is not None
     gate_up = [
         part.view(2, width, -1) for part, width in zip(w13.clone().split([64 * 16, 32 * 16]), widths, strict=True)
     ]
     scales = [part.view(2, width, 2) for part, width in zip(w13_scale.clone().split([256, 128]), widths, strict=True)]
-    weights = prepare(w13, w2, w13_scale, w2_scale, widths_E=widths, hidden=hidden, group_size=32)
-    assert weights.w13_scale is not None
-    second = weights.w13[2 * 64 * 32 :].view(-1, 2, 8, 16)
+    prepared = prepare(tensors, widths_E=widths, hidden=hidden, group_size=32).tensors
+    assert prepared.w13_scale is not None
+    second = prepared.w13[2 * 64 * 32 :].view(-1, 2, 8, 16)
     for channel in (0, 13, 31):
         for half in (0, 1):
             row = channel // 8 * 16 + half * 8 + channel % 8
             expected = repack_int4(gate_up[1][half, channel].view(1, -1), hidden)[0, :, 0]
             assert torch.equal(second[row // 8, :, row % 8], expected)
-            place = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
-            assert torch.equal(weights.w13_scale[256:].view(2, 64)[:, place], scales[1][half, channel])
+            offset = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+            assert torch.equal(prepared.w13_scale[256:].view(2, 64)[:, offset], scales[1][half, channel])
 
 
-def test_plain_weights_are_taken_as_they_are(device: torch.device) -> None:
-    weights = RandomLayer(device, "plain-blocks").weights
+def test_plain_weights_are_not_copied(device: torch.device) -> None:
+    weights = RandomLayer(device, "plain-aligned").weights
     assert weights.unit == 128
     w13, w2 = torch.rand(2 * 40 * 64), torch.rand(64 * 40)
-    weights = prepare(w13, w2, widths_E=[24, 0, 16], hidden=64, group_size=None)
-    assert weights.w13 is w13
-    assert weights.w2 is w2
+    weights = prepare(RaggedWeights(w13, w2), widths_E=[24, 0, 16], hidden=64, group_size=None)
+    assert weights.tensors.w13 is w13
+    assert weights.tensors.w2 is w2
     assert weights.unit == 8
 
 
-def test_plain_rows_are_padded_to_eights() -> None:
+def test_plain_rows_are_padded_to_8_channels() -> None:
     w2 = torch.rand(64 * 12)
-    weights = prepare(torch.rand(2 * 12 * 64), w2, widths_E=[9, 3], hidden=64, group_size=None)
-    first, second = weights.w2.split([64 * 16, 64 * 8])
+    weights = prepare(RaggedWeights(torch.rand(2 * 12 * 64), w2), widths_E=[9, 3], hidden=64, group_size=None)
+    first, second = weights.tensors.w2.split([64 * 16, 64 * 8])
     assert torch.equal(first.view(64, 16)[:, :9], w2[: 64 * 9].view(64, 9))
     assert torch.equal(second.view(64, 8)[:, :3], w2[64 * 9 :].view(64, 3))
     assert not first.view(64, 16)[:, 9:].any()
@@ -95,42 +101,45 @@ def test_plain_rows_are_padded_to_eights() -> None:
 
 
 def test_table() -> None:
-    weights = prepare(*flat_tensors([64, 0, 96], 64, 32), widths_E=[64, 0, 96], hidden=64, group_size=32)
+    weights = prepare(flat_tensors([64, 0, 96], 64, 32), widths_E=[64, 0, 96], hidden=64, group_size=32)
     assert weights.table_E4.tolist() == [[64, 0, 0, 0], [0, 64, 2, 2], [96, 64, 2, 2]]
-    weights = prepare(*flat_tensors([40, 0, 8], 64, None), widths_E=[40, 0, 8], hidden=64, group_size=None)
+    weights = prepare(flat_tensors([40, 0, 8], 64, None), widths_E=[40, 0, 8], hidden=64, group_size=None)
     assert weights.table_E4.tolist() == [[40, 0, 0, 0], [0, 40, 2, 1], [8, 40, 2, 1]]
 
 
 @pytest.mark.parametrize(
     ("widths", "hidden", "group_size", "reason"),
     [
-        ([48], 96, 48, "group size 48 is no multiple of 32"),
+        ([48], 96, 48, "group size 48 is not a multiple of 32"),
         ([2**16], 2**14, None, "an expert of 65536 channels of 16384 needs 64-bit offsets inside a matrix"),
         ([96], 96, 32, None),
         ([0, 33], 100, None, None),
     ],
 )
-def test_refusal(widths: list[int], hidden: int, group_size: int | None, reason: str | None) -> None:
-    assert refusal(widths, hidden, group_size, (8, 0)) == reason
+def test_unsupported_reason(widths: list[int], hidden: int, group_size: int | None, reason: str | None) -> None:
+    assert unsupported_reason(widths, hidden, group_size, (8, 0)) == reason
 
 
-def test_refuses_older_cards() -> None:
-    assert refusal([64], 64, None, (7, 5)) == "the kernels need compute capability 8.0, the card has 7.5"
+def test_older_cards_are_unsupported() -> None:
+    assert unsupported_reason([64], 64, None, (7, 5)) == "the kernels need compute capability 8.0, the card has 7.5"
 
 
-def test_refusal_of_8_bits() -> None:
-    """Cards before Ada do not multiply them; rows that are not whole sixteens of bytes could not be read in words."""
-    words = "the kernels need compute capability 8.9 for 8-bit floats, the card has 8.6"
-    assert refusal([64], 64, None, (8, 6), bits=8) == words
-    assert refusal([64], 72, None, (8, 9), bits=8) == "hidden size 72 is no multiple of 16, which 8-bit floats need"
-    assert refusal([0, 33], 96, None, (8, 9), bits=8) is None
+def test_unsupported_8_bits() -> None:
+    """Cards before Ada have no dot products of 8-bit floats, and rows must be a multiple of 16 bytes."""
+    reason = "the kernels need compute capability 8.9 for 8-bit floats, the card has 8.6"
+    assert unsupported_reason([64], 64, None, (8, 6), bits=8) == reason
+    assert (
+        unsupported_reason([64], 72, None, (8, 9), bits=8)
+        == "hidden size 72 is not a multiple of 16, which 8-bit floats need"
+    )
+    assert unsupported_reason([0, 33], 96, None, (8, 9), bits=8) is None
 
 
-def test_plain_rows_of_8_bits_are_padded_to_sixteens() -> None:
+def test_plain_rows_of_8_bits_are_padded_to_16_channels() -> None:
     w13, w2 = (torch.ones(n, dtype=torch.float8_e4m3fn) for n in (2 * 12 * 64, 64 * 12))
     scales = torch.rand(2 * 12), torch.rand(2 * 64)
-    weights = prepare(w13, w2, *scales, widths_E=[9, 0, 3], hidden=64, group_size=None)
-    first, second = weights.w2.split([64 * 16, 64 * 16])
+    weights = prepare(RaggedWeights(w13, w2, *scales), widths_E=[9, 0, 3], hidden=64, group_size=None)
+    first, second = weights.tensors.w2.split([64 * 16, 64 * 16])
     assert first.view(64, 16)[:, :9].float().all()
     assert not first.view(64, 16)[:, 9:].float().any()
     assert not second.view(64, 16)[:, 3:].float().any()
