@@ -1,1 +1,1 @@
-"""Our layer of ragged experts beside vLLM's fused MoE on a uniform layer of the same channels, on a GPU."""
+"""Times our layer of experts of unequal width and vLLM's fused MoE on a GPU."""

@@ -1,6 +1,6 @@
 """Layers of random weights: ours, and vLLM's from the same flat tensors.
 
-vLLM and Triton are imported where they are used: rows are rendered and tested without either.
+vLLM and Triton are imported inside functions, because rows are rendered and tested without them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.shapes import GROUP_SIZE, Shape
+from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 
 
 class Call(NamedTuple):
@@ -27,7 +28,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A way to run a layer, and its weights in as many copies as were asked for so far."""
+    """A function that runs a layer, and copies of the layer's weights.
+
+    Attributes:
+        run: called with one of the copies.
+        copies: as many as were needed so far.
+    """
 
     run: Callable[[Any, Call], Tensor]
     copies: list[Any]
@@ -40,57 +46,63 @@ class Layer:
 
 
 def draw(shape: Shape, tokens: int, generator: torch.Generator) -> Call:
-    """Random hidden states, and the renormalized top of a random router."""
+    """Random hidden states, and the experts of a random router with renormalized routing weights."""
     common = {"device": generator.device, "generator": generator}
     x_TH = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, **common)
     top = torch.randn(tokens, shape.experts, **common).softmax(-1).topk(shape.top_k)
     return Call(x_TH, top.values / top.values.sum(-1, keepdim=True), top.indices.int())
 
 
-def random_tensors(widths_E: Sequence[int], hidden: int, bits: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """``w13``, ``w2`` and, of 4 and 8 bits, their scales: flat, as ``prepare`` takes them."""
+def random_tensors(widths_E: Sequence[int], hidden: int, bits: int, generator: torch.Generator) -> RaggedWeights:
+    """Weights and, for 4 and 8 bits, their scales."""
     values = sum(widths_E) * hidden
     common = {"device": generator.device, "generator": generator}
     if bits == 16:
-        return tuple(torch.randn(n, dtype=torch.bfloat16, **common).mul_(0.02) for n in (2 * values, values))
+        return RaggedWeights(
+            *(torch.randn(n, dtype=torch.bfloat16, **common).mul_(0.02) for n in (2 * values, values))
+        )
     if bits == 8:
         weights = [torch.randn(n, dtype=torch.bfloat16, **common) for n in (2 * values, values)]
         rows = 2 * sum(widths_E), hidden * sum(width > 0 for width in widths_E)
         scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(4e-4) for n in rows]
-        return *(weight.mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn) for weight in weights), *scales
+        weights = [weight.mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn) for weight in weights]
+        return RaggedWeights(*weights, *scales)
     words = [torch.randint(-(2**31), 2**31 - 1, (n // 8,), dtype=torch.int32, **common) for n in (2 * values, values)]
     sizes = (2 * values // GROUP_SIZE, values // GROUP_SIZE)
     scales = [torch.rand(n, dtype=torch.bfloat16, **common).mul_(0.01) for n in sizes]
-    return *words, *scales
+    return RaggedWeights(*words, *scales)
 
 
-def ours(tensors: tuple[Tensor, ...], widths_E: Sequence[int], hidden: int) -> Layer:
-    """Our layer; packed tensors are overwritten."""
+def ours(tensors: RaggedWeights, widths_E: Sequence[int], hidden: int) -> Layer:
+    """Our layer. Packed tensors are overwritten."""
     from moe_coverage_plugin.serving.kernels import prepare, run_kernels
 
     def run(weights: Any, call: Call) -> Tensor:
         return run_kernels(*call, weights, "silu", False)
 
-    group_size = GROUP_SIZE if tensors[0].dtype == torch.int32 else None
-    return Layer(run, [prepare(*tensors, widths_E=widths_E, hidden=hidden, group_size=group_size)])
+    group_size = GROUP_SIZE if tensors.w13.dtype == torch.int32 else None
+    return Layer(run, [prepare(tensors, widths_E=widths_E, hidden=hidden, group_size=group_size)])
 
 
-def stock(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
-    """vLLM's layers of one width, by their choice of tiles; tensors are left as they are."""
-    if tensors[0].dtype == torch.int32:
+def stock(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
+    """Layers of one width in vLLM, by kernel and choice of tiles. Tensors are not changed."""
+    if tensors.w13.dtype == torch.int32:
         return {"Marlin": _marlin(tensors, shape)}
-    of_8_bits = {"CUTLASS": _cutlass(tensors, shape)} if tensors[0].dtype == torch.float8_e4m3fn else {}
+    of_8_bits = {"CUTLASS": _cutlass(tensors, shape)} if tensors.w13.dtype == torch.float8_e4m3fn else {}
     return of_8_bits | _triton(tensors, shape)
 
 
-def _triton(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
-    """Triton kernels with vLLM's own choice and, where that is no tuned one, what is tuned for the unpruned width."""
+def _triton(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
+    """Triton kernels of vLLM with its own choice of tiles.
+
+    If vLLM has no tuned tiles for this width, also with those that it has tuned for the unpruned width.
+    """
     from vllm.model_executor.layers.fused_moe import fused_experts, override_config
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
     experts, width = shape.experts, shape.width
-    is_8_bits = len(tensors) == 4
+    is_8_bits = tensors.w13_scale is not None
     tuned_for = "fp8_w8a8" if is_8_bits else None
 
     def with_table(table: dict[int, Any] | None) -> Callable[[Any, Call], Tensor]:
@@ -100,7 +112,7 @@ def _triton(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
                 quant_config = fp8_w8a8_moe_quant_config(*weights[2:], per_act_token_quant=True, per_out_ch_quant=True)
             routing = call.topk_weights_TK, call.topk_ids_TK
             tokens = len(call.x_TH)
-            # None is vLLM's own choice, said so because a call that failed leaves its table behind
+            # None is vLLM's own choice; it is set explicitly because a failed call leaves its table behind
             config = table[min(table, key=lambda size: abs(size - tokens))] if table else None
             with override_config(config):
                 return fused_experts(call.x_TH, *weights[:2], *routing, quant_config=quant_config)
@@ -115,15 +127,15 @@ def _triton(tensors: tuple[Tensor, ...], shape: Shape) -> dict[str, Layer]:
     return layers
 
 
-def _cutlass(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
-    """Grouped products of 8-bit floats by CUTLASS, which vLLM prefers, with what it does around them."""
+def _cutlass(tensors: RaggedWeights, shape: Shape) -> Layer:
+    """CUTLASS's grouped matrix products of 8-bit floats, which vLLM prefers, with all steps around them."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import run_cutlass_moe_fp8
 
     experts, width, hidden = shape.experts, shape.width, shape.hidden
-    places = torch.ones(experts, dtype=torch.int64, device=tensors[0].device)
-    of_hidden, of_width, of_both = hidden * places, width * places, 2 * width * places
+    ones_E = torch.ones(experts, dtype=torch.int64, device=tensors.w13.device)
+    hidden_strides, down_strides, gate_up_strides = hidden * ones_E, width * ones_E, 2 * width * ones_E
 
     def run(weights: tuple[Tensor, ...], call: Call) -> Tensor:
         w1, w2, w1_scale, w2_scale = weights
@@ -131,7 +143,7 @@ def _cutlass(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
         y_TH, pairs = torch.empty_like(call.x_TH), call.topk_ids_TK.numel()
         run_cutlass_moe_fp8(
             *(y_TH, x_TH, w1, w2, call.topk_ids_TK, MoEActivation.SILU, experts, None),
-            *(w1_scale, w2_scale, scale_T1, None, of_hidden, of_width, of_both, of_hidden),
+            *(w1_scale, w2_scale, scale_T1, None, hidden_strides, down_strides, gate_up_strides, hidden_strides),
             workspace13=y_TH.new_empty(pairs, max(2 * width, hidden)),
             workspace2=y_TH.new_empty(pairs, max(width, hidden)),
             expert_num_tokens=None,
@@ -147,23 +159,26 @@ def _cutlass(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
     return Layer(run, [_of_one_width(tensors, shape)])
 
 
-def _of_one_width(tensors: tuple[Tensor, ...], shape: Shape) -> tuple[Tensor, ...]:
-    """Weights of 16 bits, or of 8 and their scales, in the shapes of vLLM."""
+def _of_one_width(tensors: RaggedWeights, shape: Shape) -> tuple[Tensor, ...]:
+    """Weights of 16 bits, or of 8 bits and their scales, in vLLM's shapes."""
     experts, width, hidden = shape.experts, shape.width, shape.hidden
-    weights = tensors[0].view(experts, 2 * width, hidden), tensors[1].view(experts, hidden, width)
-    return *weights, *(scale.float().view(experts, -1, 1) for scale in tensors[2:])
+    weights = tensors.w13.view(experts, 2 * width, hidden), tensors.w2.view(experts, hidden, width)
+    scales = (scale for scale in (tensors.w13_scale, tensors.w2_scale) if scale is not None)
+    return *weights, *(scale.float().view(experts, -1, 1) for scale in scales)
 
 
-def _marlin(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
-    """Marlin as the engine calls it, its weights in its layout by vLLM's own functions."""
+def _marlin(tensors: RaggedWeights, shape: Shape) -> Layer:
+    """Marlin as the engine calls it, with weights repacked by vLLM's functions."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.scalar_type import scalar_types
 
-    experts, device = shape.experts, tensors[0].device
+    assert tensors.w13_scale is not None
+    assert tensors.w2_scale is not None
+    experts, device = shape.experts, tensors.w13.device
     workspace = marlin_utils.marlin_make_workspace_new(device, 4)
-    # releases that still know activation order take its permutation, here none
+    # releases with support for activation order take a permutation, which is empty here
     repack: Callable[..., Tensor] = ops.gptq_marlin_moe_repack
     with_order = "perm" in inspect.signature(repack).parameters
     order = [torch.empty(experts, 0, dtype=torch.int32, device=device)] if with_order else []
@@ -190,6 +205,6 @@ def _marlin(tensors: tuple[Tensor, ...], shape: Shape) -> Layer:
             workspace=workspace,
         )
 
-    w1, w1_scale = repacked(tensors[0], tensors[2], 2 * shape.width, shape.hidden)
-    w2, w2_scale = repacked(tensors[1], tensors[3], shape.hidden, shape.width)
+    w1, w1_scale = repacked(tensors.w13, tensors.w13_scale, 2 * shape.width, shape.hidden)
+    w2, w2_scale = repacked(tensors.w2, tensors.w2_scale, shape.hidden, shape.width)
     return Layer(run, [(w1, w2, w1_scale, w2_scale)])

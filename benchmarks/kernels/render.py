@@ -1,11 +1,11 @@
-"""Writes the part of RESULTS.md on kernels from measured rows."""
+"""Writes the section of RESULTS.md about kernels from measured rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not where vLLM is
+from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not in vLLM's environment
 
 from benchmarks.kernels.rows import Row, read_rows
 from benchmarks.kernels.shapes import SHAPES
@@ -16,56 +16,57 @@ NAME = "kernels"
 BEGIN, END = markers(NAME)
 INTRODUCTION = f"""## Time of our kernels over that of vLLM's
 
-Written by `python -m benchmarks.kernels --render`. Cells are the time of our layer over that of vLLM's, and the
-microseconds of ours in brackets: below 1, ours is faster.
+Written by `python -m benchmarks.kernels --render`. A cell is the time of our layer divided by the time of vLLM's, and
+in brackets the time of ours in microseconds. Below 1, ours is faster.
 
 {BEGIN}
 {END}
 """
 TITLES = {4: "W4A16, groups of 128", 8: "FP8_DYNAMIC", 16: "bfloat16"}
 METHOD = (
-    "Method: ours on experts of unequal width, in blocks of 128, beside vLLM's fused MoE on experts of one width, "
-    "with as many channels in all and the same routing; vLLM's is Marlin for 4 bits, Triton for 16 by its own "
-    "choice of tiles or what it has tuned for the unpruned width, and these or CUTLASS for 8, whichever is fastest. "
-    "One CUDA graph each holds calls with fresh hidden states and routing over copies of the weights, so that no copy "
-    "is read again before four times the L2 cache; the graphs are replayed in turn, and their medians divided."
+    "Method: our layer has experts of unequal width, in multiples of 128; vLLM's fused MoE has experts of one width, "
+    "with as many channels in total and the same routing. vLLM's kernels are Marlin for 4 bits, Triton for 16 bits "
+    "(with its own choice of tiles or with those tuned for the unpruned width), and these or CUTLASS for 8 bits; of "
+    "several, the fastest is compared. Each layer's calls, all with different hidden states and routing, are captured "
+    "in one CUDA graph. They use copies of the weights in turn, so that a copy is read again only after four times "
+    "the size of the L2 cache. The graphs are replayed alternately, and the medians of their times are divided."
 )
 
 
 def write_results(files: Sequence[Path], path: Path) -> None:
-    """Put the tables of the files' rows between the markers of ``path``.
+    """Write the tables of the files' rows between the markers of ``path``.
 
     Raises:
-        CoverageError: a missing file, no rows, or a page without markers.
+        CoverageError: if a file is missing, there are no rows, or the page has no markers.
     """
     missing = [str(file) for file in files if not file.exists()]
     rows = [] if missing else read_rows(files)
     if not rows:
-        raise CoverageError(f"{', '.join(missing or map(str, files))} hold no rows: measure first")
+        raise CoverageError(f"{', '.join(missing or map(str, files))}: no rows, measure first")
     write_between(path, NAME, INTRODUCTION, section(rows))
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The method, and for each card a head and one table for each number of bits."""
+    """The method, and for each card its settings and one table per number of bits."""
     widths = {row.shape: f"{row.shape} {row.width} of {row.channels}" for row in rows}
     parts = [_list([METHOD, f"Mean widths: {'; '.join(widths.values())}."])]
     for card in _unique(row.card for row in rows):
         of_card = [row for row in rows if row.card == card]
-        parts += [f"### {card}", _head(of_card)]
+        parts += [f"### {card}", _settings(of_card)]
         for bits in sorted({row.bits for row in of_card}):
             parts += [f"#### {TITLES[bits]}", _table([row for row in of_card if row.bits == bits])]
     failed = [row for row in rows if row.stock_us is None]
     if failed:
-        by_words: dict[str, list[str]] = {}
+        by_error: dict[str, list[str]] = {}
         for row in failed:
             name = f"{row.card}, {row.shape}, {row.bits} bits, {row.tokens} tokens"
-            by_words.setdefault(str(row.stock_error), []).append(name)
-        lines = [f"{'; '.join(names)}: {words}" for words, names in by_words.items()]
-        parts += ["Without a ratio, vLLM's failed:", _list(lines)]
+            by_error.setdefault(str(row.stock_error), []).append(name)
+        lines = [f"{'; '.join(names)}: {error}" for error, names in by_error.items()]
+        parts += ["vLLM's layer failed for cells without a ratio:", _list(lines)]
     return "\n\n".join(parts)
 
 
-def _head(rows: Sequence[Row]) -> str:
+def _settings(rows: Sequence[Row]) -> str:
     versions = _unique(", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows)
     lines = [
         f"Versions: {'; '.join(versions)}.",
@@ -77,8 +78,8 @@ def _head(rows: Sequence[Row]) -> str:
         if row.difference is not None:
             differences[row.bits] = max(row.difference, differences.get(row.bits, 0))
     if differences:
-        told = "; ".join(f"{TITLES[bits]} {differences[bits]:.4f}" for bits in sorted(differences))
-        lines.append(f"On one uniform layer and 64 tokens, ours and vLLM's differ by at most: {told}.")
+        by_bits = "; ".join(f"{TITLES[bits]} {differences[bits]:.4f}" for bits in sorted(differences))
+        lines.append(f"Largest relative difference of outputs, on one layer of equal widths and 64 tokens: {by_bits}.")
     return _list(lines)
 
 

@@ -1,4 +1,4 @@
-"""Measured rows, and the file of JSON lines that keeps them."""
+"""Measured rows, and the file of JSON lines in which they are stored."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One shape, number of bits and number of tokens.
+    """One measurement: a shape, a number of bits and a number of tokens. "Stock" is vLLM's layer.
 
     Attributes:
-        shape, hidden, channels, experts, top_k: of the unpruned layer.
-        group_size: input channels per scale, ``None`` for 16 bit.
-        width: mean of ours, and that of all experts of the uniform layer.
-        calls: inputs in a graph; ``copies``: of the weights, taken in turn.
-        ours_us, stock_us: median microseconds of a call; of stock the fastest, ``None`` where it failed.
-        ratio: ours over stock.
-        stock_times: the same by stock's choice of tiles.
-        stock_error: stock's own words.
-        difference: Frobenius norm of ours minus stock over that of stock, on one uniform layer, 64 tokens.
-        weight_bytes: of the experts that get a token, mean over calls of ours.
-        terabytes_per_second: ``weight_bytes`` over ``ours_us``.
+        shape: name of the shape.
+        hidden: hidden size.
+        channels: channels of an expert of the unpruned layer.
+        experts: number of experts.
+        top_k: experts per token.
+        bits: bits of a weight.
+        group_size: input features per scale, ``None`` without quantization groups.
+        tokens: tokens per call.
+        width: mean width of our experts, and the width of all stock experts.
+        calls: calls in a CUDA graph, each with its own inputs.
+        copies: copies of the weights, used in turn.
+        ours_us: median time of our call in microseconds.
+        stock_us: the same of the fastest stock layer, ``None`` if all failed.
+        ratio: ``ours_us / stock_us``.
+        stock_times: median times of all stock layers by their names.
+        stock_error: messages of stock layers that failed.
+        difference: Frobenius norm of ours minus stock, relative to that of stock, on one uniform layer, 64 tokens.
+        weight_bytes: bytes of weights that a call of ours reads, the mean over calls.
+        terabytes_per_second: ``weight_bytes`` per ``ours_us``.
+        card: name of the GPU.
+        versions: of the packages that compute, by name.
+        command: the command that measured the row.
+        seed: of widths, weights and inputs.
     """
 
     shape: str
@@ -52,19 +64,19 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """Of rows with equal keys the last one counts."""
+        """The setting of a row; of several rows with the same one, the last is used."""
         return self.card, self.shape, self.bits, self.tokens
 
 
 def read_rows(files: Sequence[Path]) -> list[Row]:
-    """Rows of files of JSON lines, the last one of each key."""
+    """Read files of JSON lines, the last row of each key."""
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [Row(**json.loads(line)) for line in lines]
     return list({row.key: row for row in rows}.values())
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row as one line, on the disk before the next one is measured."""
+    """Append a row as one line and close the file, so that an interrupted benchmark loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(row)) + "\n")

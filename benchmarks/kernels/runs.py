@@ -1,4 +1,4 @@
-"""Measures shapes, one row after the other."""
+"""Measures one row after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.kernels.shapes import GROUP_SIZE, Shape, copies_needed, mean_byt
 from benchmarks.kernels.timing import capture, medians_us
 
 CALLS, CALLS_OF_MANY, MANY_TOKENS = 24, 4, 4096
-"""Calls in a graph, and fewer from so many tokens on, where one takes long and reads all weights."""
+"""Calls in a CUDA graph, and fewer from ``MANY_TOKENS`` on, when a call takes long and reads all weights."""
 
 GUARD_TOKENS = 64
 MAX_DIFFERENCE = {16: 1e-2, 8: 4e-2, 4: 2e-2}
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Measurement:
-    """Both sides of one shape and number of bits."""
+    """Our layer and vLLM's ("stock") for one shape and number of bits."""
 
     def __init__(self, shape: Shape, bits: int, seed: int) -> None:
         self.shape, self.bits, self.seed = shape, bits, seed
@@ -38,18 +38,19 @@ class Measurement:
         self.ours = ours(random_tensors(self.widths_E, shape.hidden, bits, generator), self.widths_E, shape.hidden)
         tensors = random_tensors([shape.width] * shape.experts, shape.hidden, bits, generator)
         self.stock = self._attempt(lambda: stock(tensors, shape)) or {}
-        # last, it overwrites packed tensors
+        # last, because our layer overwrites packed tensors
         self.difference = self._difference(ours(tensors, [shape.width] * shape.experts, shape.hidden))
 
     def row(self, tokens: int) -> Row:
-        """One row; a failure of stock stands in it, one of ours is raised."""
+        """Measure one row. A failure of stock is recorded in it, one of ours is raised."""
         shape = self.shape
         calls, copies = self._calls(tokens)
         weight_bytes = self._mean_bytes(calls)
         graph = capture(self.ours, calls, copies)
         errors = list(self.errors)
         graphs = {
-            name: self._attempt(lambda it=it: capture(it, calls, copies), errors) for name, it in self.stock.items()
+            name: self._attempt(lambda layer=layer: capture(layer, calls, copies), errors)
+            for name, layer in self.stock.items()
         }
         captured = {name: each for name, each in graphs.items() if each is not None}
         ours_us, *stock_us = medians_us([graph, *captured.values()], len(calls))
@@ -84,7 +85,7 @@ class Measurement:
         return torch.Generator("cuda").manual_seed(self.seed)
 
     def _calls(self, tokens: int) -> tuple[list[Call], int]:
-        """Calls of their own inputs, a multiple of the copies of weights that they take in turn."""
+        """Calls with different inputs, and the number of copies of weights, which divides the number of calls."""
         generator = self._generator()
         count = CALLS if tokens < MANY_TOKENS else CALLS_OF_MANY
         calls = [draw(self.shape, tokens, generator) for _ in range(count)]
@@ -97,7 +98,7 @@ class Measurement:
         return mean_bytes(hit, self.widths_E, self.shape.hidden, self.bits)
 
     def _difference(self, uniform: Layer) -> float | None:
-        """How far ours is from stock on the same uniform layer; ``None`` where stock failed."""
+        """Relative difference of ours from stock on the same uniform layer, ``None`` if stock fails."""
         call = draw(self.shape, GUARD_TOKENS, self._generator())
         y_TH = uniform.run(uniform.copies[0], call).float()
         assert y_TH.isfinite().all()
@@ -110,20 +111,20 @@ class Measurement:
         return None
 
     def _attempt(self, function: Callable[[], T], errors: list[str] | None = None) -> T | None:
-        """What stock makes; where it cannot, its words are kept and the measurement goes on."""
+        """Run ``function`` of stock; if it fails, keep its message and return ``None``."""
         try:
             result = function()
             torch.cuda.synchronize()
             return result
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
-            (self.errors if errors is None else errors).append(words)
+            message = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+            (self.errors if errors is None else errors).append(message)
             return None
 
 
 @torch.no_grad()
 def run(shapes: Sequence[Shape], tokens: Sequence[int], bits: Sequence[int], seed: int, results: Path) -> None:
-    """Measure all combinations and append a row for each to ``results`` as soon as it is there."""
+    """Measure all combinations, and append each row to ``results`` as soon as it is measured."""
     for shape in shapes:
         for each in bits:
             measurement = Measurement(shape, each, seed)
@@ -142,7 +143,7 @@ def _cache_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes; vLLM's only where it can be imported."""
+    """Versions of the packages that compute; vLLM's is ``none`` if it is not installed."""
     import triton
 
     found = {"torch": torch.__version__, "triton": triton.__version__}

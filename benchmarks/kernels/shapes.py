@@ -1,4 +1,4 @@
-"""What is measured: layers of known models, and the widths and bytes of their experts."""
+"""Layers of known models, and the widths and bytes of their experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK = 128
-"""Widths are multiples of it."""
+"""Alignment of widths, in channels."""
 
 GROUP_SIZE = 128
-"""Input channels per scale of 4-bit weights."""
+"""Input features per scale of 4-bit weights."""
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
 
@@ -21,7 +21,10 @@ class Shape:
     """The experts of one layer.
 
     Attributes:
-        channels: of an expert, unpruned.
+        name: of the model.
+        hidden: hidden size.
+        channels: channels of an unpruned expert.
+        experts: number of experts.
         top_k: experts per token.
     """
 
@@ -33,7 +36,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Mean width: 5/6 of the channels, in whole blocks, so that a uniform layer of as many channels exists."""
+        """Mean width: 5/6 of the channels, rounded to blocks, so that a layer of this one width exists."""
         return BLOCK * max(1, round(self.channels * 5 / 6 / BLOCK))
 
 
@@ -48,10 +51,11 @@ SHAPES = (
 
 
 def random_widths(shape: Shape, seed: int) -> list[int]:
-    """Widths that average ``shape.width`` exactly: half of the experts on it, a quarter each a fifth wider, narrower.
+    """Random widths whose mean is exactly ``shape.width``.
 
-    A fifth in whole blocks, one at least, unless that is more than the model has. Experts come in pairs that make up
-    for each other; of each pair a coin decides whether it is unequal.
+    About half of the experts have this width, a quarter are wider by a step, and a quarter narrower. The step is a
+    fifth of the width, rounded down to blocks, but at least one block and at most what unpruned experts have. A coin
+    decides for each pair of experts whether one is wider and the other narrower.
     """
     generator = random.Random(seed)
     mean, most = shape.width // BLOCK, shape.channels // BLOCK
@@ -65,7 +69,7 @@ def random_widths(shape: Shape, seed: int) -> list[int]:
 
 
 def expert_bytes(width: int, hidden: int, bits: int) -> int:
-    """Bytes of an expert's weights, scales of 16 bit included."""
+    """Bytes of an expert's weights, including 16-bit scales."""
     weights = 3 * width * hidden
     if bits == 16:
         return 2 * weights
@@ -75,7 +79,7 @@ def expert_bytes(width: int, hidden: int, bits: int) -> int:
 
 
 def copies_needed(touched: float, cache: int) -> int:
-    """Copies of the weights to take in turn, so that each is read again only after four times the cache.
+    """Copies of the weights to use in turn, so that each is read again only after four times the L2 cache.
 
     Args:
         touched: bytes of weights that a call reads.
@@ -85,10 +89,13 @@ def copies_needed(touched: float, cache: int) -> int:
 
 
 def mean_bytes(hit: Sequence[Sequence[int]], widths_E: Sequence[int], hidden: int, bits: int) -> float:
-    """Bytes of weights that a call cannot do without, the mean over calls.
+    """Bytes of weights that a call must read, the mean over calls.
 
     Args:
-        hit: the experts of each call that get a token, each once.
+        hit: the experts of each call that get a token, without repetition.
+        widths_E: channels of each expert.
+        hidden: hidden size.
+        bits: bits of a weight.
     """
     bytes_E = [expert_bytes(width, hidden, bits) for width in widths_E]
     return sum(bytes_E[expert] for experts in hit for expert in experts) / len(hit)

@@ -1,4 +1,4 @@
-"""Microseconds of a layer's call, several layers in turn."""
+"""Times calls of several layers alternately, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ WARM_REPLAYS, REPLAYS = 3, 21
 
 
 def capture(layer: Layer, calls: Sequence[Call], copies: int) -> torch.cuda.CUDAGraph:
-    """All calls in one CUDA graph, each with the next copy of the weights: Python's launches are not measured.
+    """Capture all calls in one CUDA graph, so that launches from Python are not measured.
+
+    Args:
+        layer: the layer to call.
+        calls: inputs of each call.
+        copies: copies of the weights, which calls use in turn.
 
     Raises:
-        FloatingPointError: an output is not finite.
+        FloatingPointError: if an output is not finite.
     """
     weights = layer.copied(copies)
-    # what is compiled at the first call cannot be compiled while a graph is captured
+    # kernels are compiled at their first call, which is not possible during capture
     outputs = [layer.run(weights[index % copies], call).isfinite().all() for index, call in enumerate(calls)]
     if not torch.stack(outputs).all():
         raise FloatingPointError("outputs are not finite")
@@ -31,7 +36,14 @@ def capture(layer: Layer, calls: Sequence[Call], copies: int) -> torch.cuda.CUDA
 
 
 def medians_us(graphs: Sequence[torch.cuda.CUDAGraph], calls: int) -> list[float]:
-    """Median time of a call in every graph; they are replayed in turn, so that clocks are alike."""
+    """Median time per call of each graph in microseconds.
+
+    Graphs are replayed alternately, so that all are measured at the same clock rates.
+
+    Args:
+        graphs: from ``capture``.
+        calls: calls in each graph.
+    """
     spans = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)] for _ in graphs]
     for _ in range(WARM_REPLAYS):
         for graph in graphs:

@@ -1,4 +1,4 @@
-"""Shapes, inputs, rows and tables of the benchmark of kernels; its times need a GPU."""
+"""Shapes, inputs, rows and tables of the kernels' benchmark; its times need a GPU."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_widths_of_the_models():
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_bytes_of_an_expert_are_those_of_its_tensors(bits: int):
     tensors = random_tensors([384], 256, bits, torch.Generator().manual_seed(0))
-    assert expert_bytes(384, 256, bits) == sum(tensor.nbytes for tensor in tensors)
+    assert expert_bytes(384, 256, bits) == sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def test_bytes_of_a_call_are_those_of_the_experts_it_hits():
+def test_bytes_of_a_call_are_those_of_the_experts_that_get_tokens():
     widths = [128, 256, 384]
     hit = [[0, 2], [1]]
     assert mean_bytes(hit, widths, 64, 16) == (512 + 256) * 3 * 64 * 2 / 2
@@ -95,7 +95,7 @@ def test_copies_exceed_the_cache_four_times_and_no_more_than_needed(touched: int
     assert (copies - 1) * touched < 4 * cache
 
 
-def test_copies_are_equal_and_apart():
+def test_copies_are_equal_and_share_no_memory():
     weights = (torch.zeros(3), torch.ones(2))
     layer = Layer(lambda weights, _: weights[0], [weights])
     first, second = layer.copied(2)
@@ -106,7 +106,7 @@ def test_copies_are_equal_and_apart():
     assert layer.copied(2)[1] is second
 
 
-def test_inputs_are_fresh_and_come_again_with_the_seed():
+def test_inputs_differ_between_calls_and_repeat_with_the_seed():
     def drawn() -> list:
         generator = torch.Generator().manual_seed(3)
         return [draw(TINY, 7, generator) for _ in range(2)]
@@ -117,7 +117,7 @@ def test_inputs_are_fresh_and_come_again_with_the_seed():
     assert not torch.equal(first.topk_ids_TK, second.topk_ids_TK)
 
 
-def test_inputs_have_the_types_that_both_sides_take():
+def test_inputs_have_the_dtypes_that_both_layers_take():
     call = draw(TINY, 7, torch.Generator().manual_seed(0))
     assert (call.x_TH.dtype, call.x_TH.shape) == (torch.bfloat16, (7, 256))
     assert (call.topk_weights_TK.dtype, call.topk_ids_TK.dtype) == (torch.float32, torch.int32)
@@ -125,7 +125,7 @@ def test_inputs_have_the_types_that_both_sides_take():
     assert all(len(set(ids)) == 2 for ids in call.topk_ids_TK.tolist())
 
 
-def test_rows_come_back_and_later_ones_replace_earlier(tmp_path: Path):
+def test_later_rows_replace_earlier_ones(tmp_path: Path):
     file = tmp_path / "deep" / "rows.jsonl"
     later = replace(ROW, ours_us=9.0)
     for row in (ROW, FAILED, later):
@@ -150,7 +150,7 @@ def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():
     assert "bfloat16 0.0040." in text
 
 
-def test_every_card_has_tables_of_its_own():
+def test_each_card_has_its_own_tables():
     text = render.section([ROW, replace(ROW, card="another card", ratio=0.5)])
     first, second = text.split("### another card")
     assert ["1", "1.23 (12.3)"] in cells(first)
@@ -169,9 +169,9 @@ def test_results_are_written_between_their_markers(tmp_path: Path):
     assert page.read_text() == f"Mine.\n\n{once}\nMine too.\n"
 
 
-def test_what_cannot_be_rendered_is_refused(tmp_path: Path):
+def test_errors_of_rendering(tmp_path: Path):
     file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
-    with pytest.raises(CoverageError, match="hold no rows"):
+    with pytest.raises(CoverageError, match="no rows, measure first"):
         render.write_results([file], page)
     append_row(file, ROW)
     page.write_text("no markers")
