@@ -12,6 +12,8 @@ from moe_coverage_plugin.cli.checkpoint import Checkpoint
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME, CoverageError
+from moe_coverage_plugin.report.stored_weights import read_stored_weights
+from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
 
 
@@ -40,6 +42,7 @@ def checkpoint_view(checkpoint: Checkpoint, facts: dict[str, str]) -> PlanView:
         layer_prior_L=_noted(checkpoint.plan.get("layer_prior_L"), (layers,)),
         tokens_LE=torch.tensor(tokens) if len(tokens) == layers else None,
         title=checkpoint.directory.resolve().name,
+        summary=summarize(checkpoint.manifest.provenance, scores, read_stored_weights(checkpoint.directory)),
         facts=facts,
     )
 

@@ -16,6 +16,7 @@ from moe_coverage_plugin.core.planning import CoveragePlan, CoverageStrategy, pl
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
 
 DEFAULT_MIN_WIDTH = 128
@@ -50,6 +51,7 @@ def run(arguments: Namespace) -> None:
         layer_prior_L=plan.layer_prior_L if strategy.uses_layer_loss else None,
         tokens_LE=scores.tokens_LE,
         title=f"{100 * arguments.sparsity:g} % of expert channels removed",
+        summary=summarize(provenance, scores),
         facts=facts,
     )
     summary = {
@@ -126,7 +128,7 @@ def _totals(view: PlanView, scores: AttributionScores, plan: CoveragePlan, align
         "keep_ratio": view.keep_ratio,
         "coverage": float((view.coverage_L * score_L).sum() / score_L.sum()) if has_scores else view.keep_ratio,
         "experts": view.widths_LE.numel(),
-        "removed": int(view.dead_LE.sum()),
+        "removed": int(view.removed_LE.sum()),
         "removed_by_alignment": len(aligned.dropped),
         "without_tokens": int((scores.tokens_LE == 0).sum()),
     }

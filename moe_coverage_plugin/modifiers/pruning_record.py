@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from moe_coverage_plugin.manifest import SCORES_NAME, Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 from moe_coverage_plugin.modifiers.plan import WidthPlan
+from moe_coverage_plugin.report.stored_weights import read_stored_weights
+from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
 
 
@@ -42,14 +45,15 @@ def pruning_record(
         bytes_before: of all weights before pruning.
     """
     measured_on = attribution.provenance
-    view = _view(plan, widths_LE, measured_on)
+    origin = read_origin(source)
+    view = _view(plan, widths_LE, measured_on | {"recipe": recipe}, origin.name)
     companions: list[Callable[[Path], None]] = [
         lambda directory: save_scores(directory / SCORES_NAME, plan.scores, measured_on)
     ]
     if (save_tokenizer := _tokenizer_of_run()) is not None:
         companions.append(save_tokenizer)
     if pictures:
-        companions.append(lambda directory: _draw(view, directory / PICTURES_NAME))
+        companions.append(lambda directory: _draw(view, directory))
     return PruningRecord(
         layout=layout,
         intermediate_size=view.intermediate_size,
@@ -57,7 +61,7 @@ def pruning_record(
         provenance=measured_on | environment() | {"recipe": recipe},
         report=_report(plan, view) | {"weight_bytes_before": bytes_before},
         companions=companions,
-        origin=read_origin(source),
+        origin=origin,
     )
 
 
@@ -67,9 +71,12 @@ def _tokenizer_of_run() -> Callable[[Path], None] | None:
     return None if processor is None else lambda directory: processor.save_pretrained(directory)
 
 
-def _view(plan: WidthPlan, widths_LE: Tensor, measured_on: dict[str, Any]) -> PlanView:
+def _view(plan: WidthPlan, widths_LE: Tensor, provenance: dict[str, Any], model: str) -> PlanView:
     scores = plan.scores
-    kept = int(widths_LE.sum()) / scores.channels_LEI.numel()
+    known = summarize(provenance, scores)
+    summary = replace(known, model=model or known.model, recipe=_recipe_of_run() or known.recipe)
+    share = 1 - int(widths_LE.sum()) / scores.channels_LEI.numel()
+    removed = f"{100 * share:.1f} % of the expert channels removed"
     return PlanView(
         names=scores.names,
         intermediate_size=scores.channels_LEI.shape[-1],
@@ -79,15 +86,22 @@ def _view(plan: WidthPlan, widths_LE: Tensor, measured_on: dict[str, Any]) -> Pl
         layer_loss_L=scores.layer_loss_L,
         layer_prior_L=_telling(plan.notes["layer_prior_L"]),
         tokens_LE=scores.tokens_LE,
-        title=f"Expert channels kept: {kept:.1%}",
+        title=f"{summary.model}, {removed}" if summary.model else removed,
+        summary=summary,
         facts={
-            "model": str(measured_on.get("model")),
+            "model": str(provenance.get("model")),
             "channel scores": scores.channel_metric,
             "widths are multiples of": str(plan.block_size),
-            "calibration batches": str(measured_on.get("calibration_batches")),
-            "calibration sha256": str(measured_on.get("calibration_sha256")),
+            "calibration sha256": str(provenance.get("calibration_sha256")),
         },
     )
+
+
+def _recipe_of_run() -> str:
+    """Name of the recipe file of the ``oneshot`` run; empty if the recipe is not a file."""
+    run = running_oneshot()
+    recipe: Any = run.recipe if run is not None else None
+    return Path(recipe).stem if isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")) else ""
 
 
 def _telling(prior: list[Any]) -> Tensor | None:
@@ -97,10 +111,12 @@ def _telling(prior: list[Any]) -> Tensor | None:
 
 
 def _draw(view: PlanView, directory: Path) -> None:
+    """Write the report into a directory that has the weights."""
     # matplotlib takes a second to import, which a run without pictures need not wait for
     from moe_coverage_plugin.report.page import write_report
 
-    write_report(view, directory)
+    summary = replace(view.summary, weights=read_stored_weights(directory))
+    write_report(replace(view, summary=summary), directory / PICTURES_NAME)
 
 
 def _report(plan: WidthPlan, view: PlanView) -> dict[str, Any]:

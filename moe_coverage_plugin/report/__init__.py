@@ -1,1 +1,1 @@
-"""Pictures and pages of a plan and of results. Reads tensors and files, decides nothing."""
+"""Pages and pictures of plans, pruned checkpoints and results. Reads tensors and files, decides nothing."""

@@ -1,4 +1,4 @@
-"""Self-contained HTML: styles, scripts and pictures inside one file, and no request to anywhere."""
+"""Self-contained HTML pages: styles, scripts and pictures in one file that requests nothing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ _ENVIRONMENT = Environment(
 def render(template: str, scripts: list[str], **values: Any) -> str:
     """Fill in a template that extends ``document.html``.
 
-    The page's policy lets the named scripts run and nothing else, and forbids every request. Values are escaped.
+    The page's content security policy allows only the named scripts, and forbids every request. Values are escaped.
 
     Args:
-        scripts: files beside the template, in order.
+        template: name of the template file.
+        scripts: names of files in the folder of templates, in order.
+        **values: variables of the template.
+
+    Returns:
+        The page.
     """
     script = "\n".join((_FOLDER / name).read_text() for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -36,10 +41,10 @@ def render(template: str, scripts: list[str], **values: Any) -> str:
         script_digest=digest,
         **values,
     )
-    # a lone surrogate, which JSON can smuggle in, has no place in a file
+    # JSON can contain lone surrogates, which UTF-8 cannot encode
     return text.encode(errors="replace").decode()
 
 
 def data_uri(png: bytes) -> str:
-    """A PNG as an address that holds the picture itself."""
+    """Encode a PNG as a ``data:`` address."""
     return "data:image/png;base64," + base64.b64encode(png).decode()

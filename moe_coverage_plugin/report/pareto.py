@@ -1,4 +1,4 @@
-"""Loss against size: the front that nothing beats on both, its picture and its page."""
+"""Held-out loss against checkpoint size: Pareto front, picture and page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from moe_coverage_plugin.atomic_files import write_atomically
+from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.report import style
 from moe_coverage_plugin.report.document import data_uri, render
@@ -24,7 +24,7 @@ __all__ = ["pareto_figure", "pareto_front", "read_results", "write_pareto"]
 
 
 class Measured(Protocol):
-    """Whatever has a size and a loss."""
+    """A measurement with a size and a loss."""
 
     @property
     def bytes(self) -> float: ...
@@ -37,10 +37,13 @@ AnyMeasured = TypeVar("AnyMeasured", bound=Measured)
 
 
 def pareto_front(rows: Sequence[AnyMeasured]) -> list[AnyMeasured]:
-    """The rows that no other row beats: none is at most as large and at most as lossy, and better in one of both.
+    """Select the Pareto front: no other row is at most as large, has at most the loss, and is better in one of both.
+
+    Args:
+        rows: in any order.
 
     Returns:
-        by growing size and falling loss; rows that are equal in both stay together, in their order.
+        Rows by rising size and falling loss; rows that are equal in both keep their order.
     """
     front: list[AnyMeasured] = []
     for row in sorted(rows, key=lambda row: (row.bytes, row.loss)):
@@ -50,15 +53,22 @@ def pareto_front(rows: Sequence[AnyMeasured]) -> list[AnyMeasured]:
 
 
 def pareto_figure(rows: Sequence[ResultRow]) -> Figure:
-    """Loss against size, a colour and a marker for each method, repetitions as mean and standard deviation.
+    """Plot loss against size, with a colour and a marker for each method.
 
-    Results on the front carry their names, save where one would cover another.
+    Repetitions are shown as mean and standard deviation. Results on the front are named, except where one name would
+    cover another.
+
+    Args:
+        rows: at least one.
+
+    Returns:
+        The figure.
 
     Raises:
-        CoverageError: there is no row.
+        CoverageError: there are no rows.
     """
     if not rows:
-        raise CoverageError("there are 0 results, a picture needs 1: measure a checkpoint first")
+        raise CoverageError("there are 0 results, but a picture needs at least 1: measure a checkpoint first")
     points = mean_of_repetitions(rows)
     front = pareto_front(points)
     unit, unit_name = size_unit(points)
@@ -76,13 +86,13 @@ def pareto_figure(rows: Sequence[ResultRow]) -> Figure:
     style.value_grid(axes)
     style.style_axes(axes, f"size of the checkpoint [{unit_name}]", "held-out loss [nats per token]")
     handles.append(Line2D([], [], color=style.FAINT, linewidth=1.2))
-    _legend(figure, handles, [*methods, "front: nothing is smaller and better"])
+    _legend(figure, handles, [*methods, "front: no result is smaller and better"])
     _place_names(figure, axes, [_name(axes, point, unit) for point in front])
     return figure
 
 
 def size_unit(points: Sequence[Measured]) -> tuple[float, str]:
-    """Bytes of the unit in which the sizes read well, and its name."""
+    """Choose GB for sizes from 10 GB, else MB; returns the bytes of the unit and its name."""
     return (1e9, "GB") if max(point.bytes for point in points) >= 1e10 else (1e6, "MB")
 
 
@@ -106,7 +116,7 @@ def _use_log_sizes(axes: Axes) -> None:
 
 
 def _name(axes: Axes, point: Repeated, unit: float) -> Annotation:
-    # below and left of the front there is no point that a name could cover
+    # no point is below and left of the front, so the name covers none there
     label = axes.annotate(
         style.wrapped(point.name, 2.0),
         (point.bytes / unit, point.loss),
@@ -122,14 +132,14 @@ def _name(axes: Axes, point: Repeated, unit: float) -> Annotation:
 
 
 def _place_names(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> None:
-    """Widen the axes until every name is inside, and hide names that would cover another."""
+    """Widen the axes until every name is inside, and hide names that would cover others."""
     figure.draw_without_rendering()
     scale = axes.transScale
     lows, highs = (scale.transform(corner) for corner in zip(axes.get_xlim(), axes.get_ylim(), strict=True))
     for label in labels:
         box = label.get_window_extent()
         part = (np.array([box.width, box.height]) + 14) / (axes.bbox.width, axes.bbox.height)
-        # the point must stand this part of the axes, or more, above their low end
+        # the point must be at least this part of the axes above their lower end
         lows = np.minimum(lows, (scale.transform(label.xy) - part * highs) / (1 - part))
     corners = scale.inverted().transform([lows, highs])
     axes.set(xlim=corners[:, 0], ylim=corners[:, 1])
@@ -143,22 +153,31 @@ def _place_names(figure: Figure, axes: Axes, labels: Sequence[Annotation]) -> No
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
-    # texts are set afterwards: a legend leaves out labels that begin with an underscore
-    places = [str(index) for index in range(len(labels))]
-    legend = figure.legend(handles, places, loc="outside lower center", ncols=4, frameon=False)
-    for text, label in zip(legend.get_texts(), labels, strict=True):
-        text.set(text=style.wrapped(label, 3.2), fontsize=style.TICK, parse_math=False)
+    """Draw a legend below the axes, in as many columns as fit the figure, at most four."""
+    for columns in (4, 3, 2, 1):
+        # texts are set afterwards: a legend leaves out labels that begin with an underscore
+        places = [str(index) for index in range(len(labels))]
+        legend = figure.legend(handles, places, loc="outside lower center", ncols=columns, frameon=False)
+        for text, label in zip(legend.get_texts(), labels, strict=True):
+            text.set(text=style.wrapped(label, 3.2), fontsize=style.TICK, parse_math=False)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def write_pareto(rows: Sequence[ResultRow], path: str | Path) -> None:
-    """Write the picture as ``.png``, or with a table of all results as a self-contained ``.html``.
+    """Write the picture as ``.png``, or the picture and a table of all results as a self-contained ``.html``.
+
+    Args:
+        rows: at least one.
+        path: ends in ``.png`` or ``.html``.
 
     Raises:
-        CoverageError: another suffix, no row, or a file that cannot be written.
+        CoverageError: another suffix, no rows, or a file that cannot be written.
     """
     path = Path(path)
     if path.suffix not in (".png", ".html"):
-        raise CoverageError(f"{path} ends in {path.suffix!r}, known are .png and .html: choose one of these")
+        raise CoverageError(f"{path} ends in {path.suffix!r}, but this writes .png or .html: choose one of them")
     picture = style.png(pareto_figure(rows))
     if path.suffix == ".png":
         write_atomically(path, picture)

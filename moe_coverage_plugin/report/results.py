@@ -16,14 +16,17 @@ from moe_coverage_plugin.manifest import CoverageError
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One measured checkpoint; rows that differ in seed, bytes and loss only are repetitions.
+    """One measured checkpoint; rows that differ only in seed, bytes and loss are repetitions.
 
     Attributes:
-        method: what rows are coloured by.
+        name: of the checkpoint.
+        method: how it was made; decides the colour in the picture.
         bytes: size of the checkpoint, at least 1.
         loss: held-out loss, in nats per token.
-        sparsity: fraction of the expert channels removed.
-        bits: of a weight.
+        sparsity: removed fraction of the expert channels.
+        bits: bits of a weight.
+        model: the model that was compressed.
+        seed: of the repetition.
     """
 
     name: str
@@ -38,11 +41,13 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Mean of the repetitions of one result; the other fields are those of :class:`ResultRow`.
+    """Mean of the repetitions of one result; fields not listed are those of :class:`ResultRow`.
 
     Attributes:
-        spread: standard deviation of the loss (of a sample); 0 for a single row.
-        count: repetitions.
+        bytes: mean size.
+        loss: mean loss.
+        spread: sample standard deviation of the loss; 0 for a single row.
+        count: number of repetitions.
     """
 
     name: str
@@ -70,10 +75,16 @@ _NEEDED = ("name", "method", "bytes", "loss")
 
 
 def read_results(path: str | Path) -> list[ResultRow]:
-    """Read JSON lines, one object with the fields of :class:`ResultRow` each; other keys and empty lines are skipped.
+    """Read JSON lines, each an object with the fields of :class:`ResultRow`; other keys and empty lines are skipped.
+
+    Args:
+        path: file of JSON lines.
+
+    Returns:
+        One row per line, in order.
 
     Raises:
-        CoverageError: the file cannot be read, or a line is damaged; names the line.
+        CoverageError: the file cannot be read, or a line is damaged; the message names the line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -86,9 +97,9 @@ def _parse(line: bytes, where: str) -> ResultRow:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CoverageError(f"{where} is no JSON: write one object per line, or remove the line") from error
+        raise CoverageError(f"{where} is not JSON: write one object per line, or remove the line") from error
     if not isinstance(entry, dict):
-        raise CoverageError(f"{where} holds {_shown(entry)}, not an object: write one object per line")
+        raise CoverageError(f"{where} is {_shown(entry)}, not an object: write one object per line")
     if missing := [key for key in _NEEDED if key not in entry]:
         raise CoverageError(f"{where} lacks {', '.join(missing)}: every result needs {', '.join(_NEEDED)}")
     given = [key for key in _KINDS if key in _NEEDED or entry.get(key) is not None]
@@ -98,9 +109,9 @@ def _parse(line: bytes, where: str) -> ResultRow:
 def _field(value: Any, key: str, where: str) -> Any:
     kinds, wanted = _KINDS[key]
     if not isinstance(value, kinds) or isinstance(value, bool) or (key == "bytes" and value < 1):
-        raise CoverageError(f"{where} has {key} {_shown(value)}, expected {wanted}: correct the line or remove it")
+        raise CoverageError(f"{where} has {key} {_shown(value)}, expected {wanted}: correct or remove the line")
     if not isinstance(value, str) and not abs(value) < sys.float_info.max:
-        raise CoverageError(f"{where} has {key} {_shown(value)}, expected a finite number: remove the line")
+        raise CoverageError(f"{where} has {key} {_shown(value)}, expected a finite number: correct or remove the line")
     return value
 
 
@@ -110,7 +121,7 @@ def _shown(value: Any) -> str:
 
 
 def mean_of_repetitions(rows: Sequence[ResultRow]) -> list[Repeated]:
-    """One entry for all repetitions of a result, in the order in which results first occur."""
+    """Average the repetitions of every result, in the order in which results first occur."""
     groups: dict[tuple, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault((row.name, row.method, row.model, row.sparsity, row.bits), []).append(row)

@@ -1,4 +1,4 @@
-"""How pictures look: one place for colours, type sizes and figures without global state."""
+"""The look of pictures: colours, type sizes, and figures without global state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from matplotlib.colors import Colormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-# even in lightness, and alike for all kinds of colour vision
+# evenly spaced in lightness, and the same for all kinds of colour vision
 SEQUENTIAL: Colormap = matplotlib.colormaps["cividis"]
-# Okabe and Ito's colours, without the yellow that white paper swallows
+# Okabe and Ito's colours without yellow, which has too little contrast on white
 REMOVED = "#d55e00"
 METHODS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
@@ -28,7 +28,13 @@ DPI = 160
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure with its own canvas; sizes in inches."""
+    """Make an empty figure with its own canvas.
+
+    Args:
+        width: in inches.
+        height: in inches.
+        title: wrapped to the width.
+    """
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     plain(figure.suptitle(wrapped(title, width), fontsize=TITLE, color=INK))
@@ -36,14 +42,16 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG."""
+    """Draw a figure of :func:`new_figure` as PNG."""
+    assert isinstance(figure.canvas, FigureCanvasAgg)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    # ``savefig`` would draw twice, the first time for the layout only, which this call computes as well
+    figure.canvas.print_png(buffer)
     return buffer.getvalue()
 
 
 def style_axes(axes: Axes, x: str = "", y: str = "") -> None:
-    """Small ticks, a thin frame, and labels of the axes."""
+    """Set small ticks, a thin frame, and the labels of the axes."""
     axes.tick_params(which="major", labelsize=TICK, width=0.6, length=2.5, colors=INK)
     axes.tick_params(which="minor", width=0.4, length=1.5, colors=INK)
     for spine in axes.spines.values():
@@ -53,13 +61,13 @@ def style_axes(axes: Axes, x: str = "", y: str = "") -> None:
 
 
 def value_grid(axes: Axes) -> None:
-    """Lines behind the data where values are read off."""
+    """Draw a light grid behind the data."""
     axes.set_axisbelow(True)
     axes.grid(color="#e2e2e2", linewidth=0.6)
 
 
 def separate_cells(axes: Axes, columns: int, rows: int) -> None:
-    """White lines between the cells of an image."""
+    """Draw white lines between the cells of an image."""
     line = {"color": "white", "linewidth": 0.4}
     axes.vlines(np.arange(1, columns) - 0.5, -0.5, rows - 0.5, **line)
     axes.hlines(np.arange(1, rows) - 0.5, -0.5, columns - 0.5, **line)
@@ -72,23 +80,23 @@ def plain(text: Text) -> Text:
 
 
 def wrapped(text: str, width: float) -> str:
-    """At most three lines that fit ``width`` inches at the size of titles."""
-    drawable = text.encode(errors="replace").decode()  # fonts know no lone surrogates, which JSON can smuggle in
+    """Break a text into at most three lines that fit ``width`` inches at the size of titles."""
+    drawable = text.encode(errors="replace").decode()  # JSON can contain lone surrogates, which fonts cannot draw
     return "\n".join(textwrap.wrap(drawable, max(20, int(width * 12)), max_lines=3, placeholder=" …"))
 
 
-def hexadecimal(colours: Colormap, steps: int) -> list[str]:
-    """``steps`` colours of a map, first to last, as pages write them."""
-    return [to_hex(colours(step / (steps - 1) if steps > 1 else 0.0)) for step in range(steps)]
+def css_colours(steps: int, first: float = 0.0) -> list[str]:
+    """List ``steps`` colours of the sequential map from position ``first`` in [0, 1] to 1, in CSS notation."""
+    return [to_hex(colour) for colour in SEQUENTIAL(np.linspace(first, 1, steps))]
 
 
 def ink_on(position: float) -> str:
-    """Black or white, whichever has the higher contrast (WCAG 2) on the sequential map at ``position`` in [0, 1]."""
+    """Choose black or white for text on the sequential map at ``position`` in [0, 1], by contrast (WCAG 2)."""
     red, green, blue = ((part + 0.055) ** 2.4 / 1.055**2.4 for part in SEQUENTIAL(float(position))[:3])
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "white"
 
 
 def sparse_ticks(count: int, most: int) -> Sequence[int]:
-    """At most ``most`` evenly spaced indices out of ``count``, at steps that are easy to count by."""
+    """Choose at most ``most`` evenly spaced indices out of ``count``, with a round step."""
     step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 128, count) if -(-count // step) <= most)
     return range(0, count, step)

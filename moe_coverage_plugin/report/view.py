@@ -1,8 +1,9 @@
-"""What the pictures of a plan show: its widths, what they follow, and what they keep."""
+"""What the page and the picture of a plan show: widths, the importance they are based on, and what they keep."""
 
 # ruff: noqa: N802 - properties carry axis suffixes
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,26 +12,28 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.checks import require_finite, require_non_negative
 from moe_coverage_plugin.core.ragged import prefix_scores
+from moe_coverage_plugin.report.summary import Summary
 
 
 @dataclass(frozen=True, eq=False)
 class PlanView:
-    """Widths of all experts with everything worth seeing beside them; ``None`` where something was not measured.
+    """Widths of all experts and the measurements they are based on; ``None`` for what was not measured.
 
     Derived figures are float64 on the CPU. As in :mod:`moe_coverage_plugin.core.coverage`, scores that are all zero
     count as equal scores, so their coverage is the keep ratio.
 
     Attributes:
-        names: module path of each expert block, in layer order.
-        intermediate_size: ``I``, channels of an expert before pruning.
+        names: module path of each MoE layer, in layer order.
+        intermediate_size: channels ``I`` of an expert before pruning.
         widths_LE: channels that every expert keeps, int64, ``0 <= width <= I``; 0 is a removed expert.
         channels_LEI: channel scores, finite and at least 0.
-        expert_prior_LE: attribution of the experts after smoothing.
+        expert_prior_LE: importance that the plan gives the experts, after smoothing.
         layer_loss_L: rise of the model's loss when a layer fades, in nats per token.
-        layer_prior_L: the same after smoothing.
+        layer_prior_L: importance that the plan gives the layers, after smoothing.
         tokens_LE: calibration tokens routed to every expert, integer.
-        title: heads every picture and the page.
-        facts: shown as a table, e.g. model, recipe, versions.
+        title: heading of the picture and the page.
+        summary: model, recipe, calibration and stored weights.
+        facts: shown as a table, e.g. settings and versions.
 
     Raises:
         CoverageError: scores or importances that are NaN or infinite, or negative channel scores.
@@ -45,6 +48,7 @@ class PlanView:
     layer_prior_L: Tensor | None = None
     tokens_LE: Tensor | None = None
     title: str = ""
+    summary: Summary = field(default_factory=Summary)
     facts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,16 +79,23 @@ class PlanView:
 
     @property
     def layers(self) -> int:
-        """``L``."""
+        """Number of MoE layers, ``L``."""
         return self.widths_LE.shape[0]
 
     @property
     def experts(self) -> int:
-        """``E``."""
+        """Number of experts of a layer, ``E``."""
         return self.widths_LE.shape[1]
 
     @cached_property
-    def dead_LE(self) -> Tensor:
+    def layer_labels(self) -> list[str]:
+        """What layers are called: their numbers in the model, or else among the MoE layers."""
+        found = [re.search(r"\blayers\.(\d+)\b", name) for name in self.names]
+        numbers = [match[1] for match in found if match is not None]
+        return numbers if len({*numbers}) == self.layers else [str(layer) for layer in range(self.layers)]
+
+    @cached_property
+    def removed_LE(self) -> Tensor:
         """Removed experts, bool."""
         return self.widths_LE.cpu() == 0
 
@@ -103,14 +114,14 @@ class PlanView:
         """Share of the expert channels that the model keeps."""
         return int(self.widths_LE.sum()) / (self.widths_LE.numel() * self.intermediate_size)
 
-    @property
+    @cached_property
     def coverage_LE(self) -> Tensor | None:
         """Share of its channel score that every expert keeps, with its best channels kept."""
         if self.channels_LEI is None:
             return None
         return _share(self._kept_LE, self._prefix_LEN[..., -1], self.keep_ratio_LE)
 
-    @property
+    @cached_property
     def coverage_L(self) -> Tensor | None:
         """Share of its channel score that every layer keeps."""
         if self.channels_LEI is None:
@@ -131,13 +142,13 @@ class PlanView:
         return int(self.keep_ratio_LE.std(-1, correction=0).argmax())
 
     def score_shares(self, ends: list[int]) -> Tensor | None:
-        """How the score of every expert is spread over its channels, best first.
+        """Distribution of the score of every expert over its channels, best first.
 
         Args:
             ends: rank at which every group of channels ends, ascending, the last one ``I``.
 
         Returns:
-            ``[L, E, len(ends)]``, summing to 1, or to 0 for an expert without any score.
+            ``shares_LEG`` with one group per end, summing to 1, or to 0 for an expert whose scores are all 0.
         """
         if self.channels_LEI is None:
             return None
@@ -158,7 +169,7 @@ class PlanView:
 
 
 def channel_groups(channels: int, most: int = 8) -> list[int]:
-    """The ranks at which ``most`` groups of channels end that are as equal as can be; one each for fewer channels."""
+    """Split channels into at most ``most`` groups of equal size, give or take one; returns where each group ends."""
     groups = min(most, channels)
     return [channels * (group + 1) // groups for group in range(groups)]
 

@@ -245,7 +245,7 @@ def test_reconstruction_of_the_papers_plan(source: Path):
 # --- pictures
 
 
-PICTURES = {"index.html", "layers.png", "experts.png", "widths.png"}
+PICTURES = {"index.html", "widths.png"}
 
 
 @pytest.mark.parametrize(

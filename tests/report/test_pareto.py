@@ -24,7 +24,7 @@ def beats(one: ResultRow, other: ResultRow) -> bool:
 
 
 @given(st.lists(rows, max_size=15))
-def test_front_holds_exactly_the_rows_that_nothing_beats(several: list[ResultRow]) -> None:
+def test_front_has_exactly_the_rows_that_no_other_beats(several: list[ResultRow]) -> None:
     front = pareto_front(several)
     expected = [row for row in several if not any(beats(other, row) for other in several)]
     assert sorted(map(repr, front)) == sorted(map(repr, expected))
@@ -50,7 +50,7 @@ RESULTS = [
 
 
 def points_of(figure: Figure) -> dict[str, list[tuple[float, float]]]:
-    """What is drawn, by the method that the legend says."""
+    """Points that are drawn, by the method in the legend."""
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()][:-1]
     axes = figure.axes[0]
@@ -103,6 +103,17 @@ def test_names_of_the_front_are_inside_and_apart() -> None:
         assert not any(box.overlaps(other) for other in boxes[:index])
 
 
+def test_legend_is_inside() -> None:
+    """However long the names of the methods are."""
+    methods = [f"method {index} with a long name" * (1 + index % 2) for index in range(12)]
+    figure = pareto_figure([ResultRow("a", method, 10 + index, 1.0) for index, method in enumerate(methods)])
+    style.png(figure)
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
+
+
 class Cells(HTMLParser):
     """Texts of the cells of a page, by row."""
 
@@ -122,7 +133,7 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
-def test_png_and_page_are_written_whole(tmp_path: Path) -> None:
+def test_png_and_page_are_complete(tmp_path: Path) -> None:
     write_pareto(RESULTS, tmp_path / "deep" / "pareto.png")
     with Image.open(tmp_path / "deep" / "pareto.png") as picture:
         assert picture.format == "PNG"
@@ -130,22 +141,22 @@ def test_png_and_page_are_written_whole(tmp_path: Path) -> None:
         assert len(picture.convert("RGB").getcolors(maxcolors=2**24) or []) > 20
     write_pareto(RESULTS, tmp_path / "deep" / "pareto.html")
     rows = Cells((tmp_path / "deep" / "pareto.html").read_text()).rows
-    assert rows[0] == ["name", "method", "sparsity", "bits", "size, MB", "loss", "± deviation", "repetitions"]
-    assert rows[1] == ["quarter, 4 bits(on the front)", "_ours", "0.25", "4", "4.00", "2.1000", "", "1"]
-    assert rows[-2] == ["quarter(on the front)", "_ours", "0.25", "", "17.00", "2.0000", "", "1"]
-    assert rows[-3] == ["quarter", "paper", "0.25", "", "17.00", "2.3000", "0.1414", "2"]
+    assert rows[0] == ["name", "size, MB", "loss", "std. deviation", "runs", "method", "sparsity", "bits"]
+    assert rows[1] == ["quarter, 4 bits(on the front)", "4.00", "2.1000", "", "1", "_ours", "0.25", "4"]
+    assert rows[-2] == ["quarter(on the front)", "17.00", "2.0000", "", "1", "_ours", "0.25", ""]
+    assert rows[-3] == ["quarter", "17.00", "2.3000", "0.1414", "2", "paper", "0.25", ""]
     assert len(rows) == 6
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["pareto.html", "pareto.png"]
 
 
 @pytest.mark.parametrize("name", ["pareto.pdf", "pareto", "pareto.HTML5"])
-def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CoverageError, match=r"known are \.png and \.html"):
+def test_other_suffixes_are_errors(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CoverageError, match=r"writes \.png or \.html"):
         write_pareto(RESULTS, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_no_results_are_refused(tmp_path: Path) -> None:
+def test_no_results_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(CoverageError, match="0 results"):
         write_pareto([], tmp_path / "pareto.png")
 

@@ -29,10 +29,10 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"name": "a"', "is no JSON"),
-        (b'{"name": "\xff"}', "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[1, 2]", r"holds \[1, 2\], not an object"),
+        ('{"name": "a"', "is not JSON"),
+        (b'{"name": "\xff"}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1, 2]", r"is \[1, 2\], not an object"),
         ('{"name": "a", "loss": 1}', "lacks method, bytes"),
         (json.dumps(GOOD | {"bytes": 0}), "has bytes 0, expected a whole number, at least 1"),
         (json.dumps(GOOD | {"bytes": 1e6}), "has bytes 1000000.0, expected a whole number"),
@@ -47,14 +47,14 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
         (json.dumps(GOOD | {"seed": 0.5}), "has seed 0.5, expected a whole number"),
     ],
 )
-def test_damaged_lines_are_refused_by_their_number(tmp_path: Path, line: str | bytes, message: str) -> None:
+def test_damaged_lines_are_reported_by_number(tmp_path: Path, line: str | bytes, message: str) -> None:
     path = written(tmp_path, json.dumps(GOOD), "", line, json.dumps(GOOD))
     with pytest.raises(CoverageError, match=f"line 3 {message}") as error:
         read_results(path)
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CoverageError, match="No such file"):
         read_results(tmp_path / "none.jsonl")
 

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -13,7 +13,7 @@ I = 6  # noqa: E741 - the axis letter of expert channels
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Whole scores, so that sums are exact, and any widths."""
+    """Integer scores, so that sums are exact, and any widths."""
     layers, experts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     channels = st.one_of(st.just([0] * I), st.lists(st.integers(0, 9), min_size=I, max_size=I))
     scores = st.lists(st.lists(channels, min_size=experts, max_size=experts), min_size=layers, max_size=layers)
@@ -67,11 +67,12 @@ def test_best_channels_cover_at_least_their_share(plan) -> None:
     assert view.coverage_LE is not None
     assert bool((view.coverage_LE >= view.keep_ratio_LE - 1e-15).all())
     assert bool((view.coverage_LE[view.keep_ratio_LE == 1] == 1).all())
-    assert bool((view.coverage_LE[view.dead_LE] == 0).all())
+    assert bool((view.coverage_LE[view.removed_LE] == 0).all())
 
 
+@settings(max_examples=30)
 @given(plans(), st.integers(1, I))
-def test_groups_of_channels_share_the_whole_score(plan, most: int) -> None:
+def test_shares_of_groups_of_channels_sum_to_one(plan, most: int) -> None:
     view = view_of(*plan)
     ends = channel_groups(I, most)
     shares_LEG = view.score_shares(ends)
@@ -79,7 +80,7 @@ def test_groups_of_channels_share_the_whole_score(plan, most: int) -> None:
     assert view.channels_LEI is not None
     has_score_LE = view.channels_LEI.sum(-1) > 0
     torch.testing.assert_close(shares_LEG.sum(-1), has_score_LE.double())
-    # a width that ends with a group covers the groups up to it
+    # the coverage of a width at the end of a group is the sum of the groups up to it
     for group, end in enumerate(ends):
         coverage_LE = view_of(plan[0], torch.full_like(view.widths_LE, end).tolist()).coverage_LE
         assert coverage_LE is not None
@@ -87,7 +88,7 @@ def test_groups_of_channels_share_the_whole_score(plan, most: int) -> None:
 
 
 @given(st.integers(1, 2000), st.integers(1, 40))
-def test_groups_of_channels_are_as_equal_as_can_be(channels: int, most: int) -> None:
+def test_groups_of_channels_have_equal_sizes(channels: int, most: int) -> None:
     ends = channel_groups(channels, most)
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     assert len(ends) == min(most, channels)
@@ -95,7 +96,7 @@ def test_groups_of_channels_are_as_equal_as_can_be(channels: int, most: int) -> 
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_most_unequal_layer_is_that_of_the_widest_spread() -> None:
+def test_most_unequal_layer_has_the_widest_spread() -> None:
     assert view_of(None, [[3, 3], [2, 4], [1, 5], [5, 1]]).most_unequal_layer == 2
     assert view_of(None, [[3, 3], [4, 4]]).most_unequal_layer == 0
 
@@ -103,7 +104,7 @@ def test_most_unequal_layer_is_that_of_the_widest_spread() -> None:
 def test_without_scores_there_is_no_coverage() -> None:
     view = view_of(None, [[3, 0]])
     assert (view.coverage_LE, view.coverage_L, view.coverage, view.score_shares([I])) == (None, None, None, None)
-    assert view.dead_LE.tolist() == [[False, True]]
+    assert view.removed_LE.tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,21 @@ def test_without_scores_there_is_no_coverage() -> None:
         ("layer_prior_L", torch.nan, "layer importances must be finite, but layer 1"),
     ],
 )
-def test_numbers_that_cannot_be_drawn_are_refused(make_view, field: str, value: float, message: str) -> None:
+def test_values_that_cannot_be_drawn_are_errors(make_view, field: str, value: float, message: str) -> None:
     damaged = getattr(make_view(), field).clone()
     damaged[1 if damaged.ndim == 1 else (0, 1)] = value
     with pytest.raises(CoverageError, match=message):
         make_view(**{field: damaged})
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["model.layers.1.mlp", "model.layers.3.mlp"], ["1", "3"]),
+        (["language_model.layers.11.mlp.experts"], ["11"]),
+        (["encoder.layers.1.mlp", "decoder.layers.1.mlp"], ["0", "1"]),
+        (["experts", "model.layers.3.mlp"], ["0", "1"]),
+    ],
+)
+def test_layers_are_called_by_their_numbers_in_the_model(names: list[str], labels: list[str]) -> None:
+    assert PlanView(names, I, torch.ones(len(names), 2, dtype=torch.int64)).layer_labels == labels

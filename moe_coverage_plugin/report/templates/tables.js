@@ -1,5 +1,5 @@
 "use strict";
-// Tables of class "sortable": a click on a column's button sorts by the data-value of its cells.
+// In tables of class "sortable", a click on the button of a column sorts by the data-value of its cells.
 
 function compareValues(one, other) {
   const difference = Number(one) - Number(other);
@@ -21,7 +21,7 @@ function sortTable(table, column, descending) {
 document.addEventListener("click", (event) => {
   const header = event.target.closest(".sortable thead th");
   if (!header || !event.target.closest("button")) return;
-  // numbers are first wanted from the largest down, names from A on
+  // numbers are sorted from the largest down first, names from A to Z
   const sorted = header.getAttribute("aria-sort");
   const first = header.classList.contains("text") ? "ascending" : "descending";
   const descending = sorted ? sorted === "ascending" : first === "descending";
