@@ -118,7 +118,9 @@ def _histogram_kernel(
     ids_ptr, table_ptr, counts_ptr, num_pairs,
     MIN_WIDTH: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """``counts[program, expert]``: each program counts the pairs of every expert among its own pairs.
+    """``counts[program, expert]``: the number of pairs of each expert among the pairs of each program.
+
+    Grid: one program per ``PAIRS_PER_PROGRAM`` pairs.
 
     Pointers:
         ids_ptr: integer ``[num_pairs]``, experts of pairs.
@@ -138,7 +140,8 @@ def _prefix_sum_kernel(
 ):  # fmt: skip
     """Replace ``counts[program, expert]`` by its exclusive prefix sum over programs, and write ``totals[expert]``.
 
-    Each program does so for ``EXPERTS_PER_PROGRAM`` experts.
+    Grid: one program per ``EXPERTS_PER_PROGRAM`` of the ``BINS`` experts. It adds the counts of
+    ``PROGRAMS_PER_STEP`` programs at a time.
 
     Pointers:
         counts_ptr: int32 ``[programs, BINS]`` of ``_histogram_kernel``, overwritten.
@@ -163,10 +166,14 @@ def _scatter_kernel(
     COUNTED_PER_STEP: tl.constexpr, COMPARED_PER_STEP: tl.constexpr, TILES_PER_STEP: tl.constexpr,
     BINS: tl.constexpr,
 ):  # fmt: skip
-    """Write the fields of ``Routing``: each program its own pairs and its share of tiles, without synchronization.
+    """``sorted_pairs[first_position[expert(m)] + rank[m]] = m``, padding, and ``expert_of_tile``.
 
-    The position of a pair is the first position of its expert plus its rank, the number of earlier pairs of this
-    expert.
+    The rank of a pair is the number of earlier pairs of the same expert; ``first_position`` is a multiple of
+    ``BLOCK_M``.
+
+    Grid: one program per ``PAIRS_PER_PROGRAM`` pairs, as many as for ``_histogram_kernel``. Each writes the positions
+    of its pairs, the padding behind experts whose last pair is among them, and its share of ``expert_of_tile``. None
+    waits for another.
 
     Pointers:
         ids_ptr: integer ``[num_pairs]``, experts of pairs.

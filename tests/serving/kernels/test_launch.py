@@ -130,7 +130,7 @@ def test_outputs_of_ranks_sum_to_the_output(device: torch.device, scheme: str, p
 def test_a_rank_without_channels(device: torch.device, bias: bool, plan: LaunchPlan) -> None:
     experts = RaggedExperts([1, 1], 64, dtype=torch.float32, bias=bias)
     ranks = [RandomLayer(device, experts=experts, rank=rank, world_size=3) for rank in range(3)]
-    assert [layer.weights.width for layer in ranks] == [1, 1, 0]
+    assert [layer.weights.max_width for layer in ranks] == [1, 1, 0]
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
     assert error(found, ranks[0].reference(*inputs)) < ranks[0].bound
@@ -140,7 +140,7 @@ def test_a_rank_without_channels(device: torch.device, bias: bool, plan: LaunchP
 def test_a_rank_without_channels_and_zero_points(device: torch.device, plan: LaunchPlan) -> None:
     experts = RaggedExperts([8, 8], 64, ExpertScheme(4, None, zero_points=True), torch.float32)
     ranks = [RandomLayer(device, experts=experts, rank=rank, world_size=3) for rank in range(3)]
-    assert 0 in [layer.weights.width for layer in ranks]
+    assert 0 in [layer.weights.max_width for layer in ranks]
     inputs = ranks[0].inputs(2)
     found = sum(ragged_experts(*inputs, layer.weights, plan=plan).cpu() for layer in ranks)
     assert error(found, ranks[0].reference(*inputs)) < ranks[0].bound
@@ -164,12 +164,11 @@ def test_padding_of_rows_is_multiplied_by_zeros(device: torch.device, plan: Laun
     layer = RandomLayer(device)
     inputs = layer.inputs(3)
     expected = ragged_experts(*inputs, layer.weights, plan=plan)
-    stored_E = [-(-width // 8) * 8 for width in layer.experts.widths]
+    padded_E = [-(-width // 8) * 8 for width in layer.experts.widths]
     hidden = layer.experts.hidden
-    for part, width, stored in zip(
-        layer.weights.w2.split([hidden * stored for stored in stored_E]), layer.experts.widths, stored_E, strict=True
-    ):
-        part.view(hidden, stored)[:, width:] = 1e4
+    matrices = layer.weights.tensors.w2.split([hidden * padded for padded in padded_E])
+    for matrix, width, padded in zip(matrices, layer.experts.widths, padded_E, strict=True):
+        matrix.view(hidden, padded)[:, width:] = 1e4
     assert torch.equal(ragged_experts(*inputs, layer.weights, plan=plan), expected)
 
 
