@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.alignment import align_widths
 from moe_coverage_plugin.core.allocation import channel_budget
-from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.options import CoverageOptions
 
 
 def binary_search_coverage(
@@ -124,10 +125,12 @@ def main() -> None:
         layer_loss_L=layer_prior_L,
     )
     # both levels, with the priors as they are, so that the paper's search solves the same problem
-    strategy = CoverageStrategy(scope="layers", inter_layer="coverage", intra_layer="coverage", smoothing="none")
+    both_levels = CoverageOptions(
+        sparsity=options.sparsity, scope="layers", inter_layer="coverage", intra_layer="coverage", smoothing="none"
+    )
 
     def coverage() -> Tensor:
-        return plan_widths(scores, options.sparsity, strategy).widths_LE
+        return plan_widths(scores, both_levels).widths_LE
 
     def plan() -> Tensor:
         return align_widths(coverage(), scores_LEI, options.block_size, options.block_size, "l-r-c").widths_LE

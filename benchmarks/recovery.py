@@ -106,7 +106,7 @@ def run_options(args: argparse.Namespace, steps: int) -> RecoveryOptions:
     }
     if taken := sorted(own.keys() & args.option.keys()):
         raise CoverageError(f"option {taken[0]} is the benchmark's own: leave it out")
-    return RecoveryOptions.checked(**own, **args.option)
+    return RecoveryOptions(**own, **args.option)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

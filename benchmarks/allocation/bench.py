@@ -22,9 +22,9 @@ from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
 from benchmarks.allocation.tables import TOP_K, Setting
 from benchmarks.allocation.text import Windows
 from moe_coverage_plugin.calibration.next_token import next_token_loss
-from moe_coverage_plugin.core.gradients import NLL_IMPORTANCES
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.modeling.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.options import NLL_IMPORTANCES
 
 BATCH = 8
 EVALUATION_BATCH = 24

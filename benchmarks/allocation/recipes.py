@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moe_coverage_plugin.options import CoverageOptions
+
 Modifiers = dict[str, dict[str, Any]]
 Fields = Mapping[str, Any]
 DropScope = Literal["layer", "model"]
@@ -15,10 +17,16 @@ HAMILTON = {"block_size": BLOCK, "min_width": BLOCK, "strategy": "hamilton", "ru
 BLOCKS = {"block_size": BLOCK, "strategy": "blocks"}
 
 # the paper's allocation: coverage on both levels; what a layer is worth is measured by removing it
-PAPER = {"inter_layer": "coverage", "intra_layer": "coverage", "layer_prior": "loss", "expert_prior": "attribution"}
-INSIDE_LAYERS = {"inter_layer": "uniform", "intra_layer": "coverage", "expert_prior": "attribution"}
+PAPER = {
+    "scope": "layers",
+    "inter_layer": "coverage",
+    "intra_layer": "coverage",
+    "layer_prior": "loss",
+    "expert_prior": "attribution",
+}
+INSIDE_LAYERS = {"scope": "layers", "inter_layer": "uniform", "intra_layer": "coverage", "expert_prior": "attribution"}
 ONE_LEVEL = {"scope": "global", "intra_layer": "coverage", "expert_prior": "attribution"}
-UNIFORM = {"inter_layer": "uniform", "intra_layer": "uniform"}
+UNIFORM = {"scope": "layers", "inter_layer": "uniform", "intra_layer": "uniform"}
 TOP_CHANNELS = {"scope": "global", "intra_layer": "topk_channel"}
 
 
@@ -53,8 +61,7 @@ def channels(
         alignment: fields of ``AlignmentModifier``; ``None``: exact widths.
         noise: ``layer_noise``, set only where layers are weighed by their loss.
     """
-    inter_layer = coverage.get("inter_layer") if "scope" not in coverage else None
-    weighs_layers = inter_layer == "loss" or (inter_layer == "coverage" and coverage.get("layer_prior") == "loss")
+    weighs_layers = CoverageOptions(sparsity=sparsity, **coverage).uses_layer_loss
     modifiers: Modifiers = {
         "AttributionModifier": {
             "channel_metric": metric,

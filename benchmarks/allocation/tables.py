@@ -134,9 +134,9 @@ def _strategies() -> Iterator[Setting]:
     inside = {strategy: {"intra_layer": strategy} for strategy in plain}
     for prior in ("uniform", "usage", "router_weight", "loss", "attribution"):
         inside[f"coverage ({prior})"] = {"intra_layer": "coverage", "expert_prior": prior}
-    between = {strategy: {"inter_layer": strategy} for strategy in ("uniform", "u_shaped", "loss")}
+    between = {strategy: {"scope": "layers", "inter_layer": strategy} for strategy in ("uniform", "u_shaped", "loss")}
     for prior in ("uniform", "loss"):
-        between[f"coverage ({prior})"] = {"inter_layer": "coverage", "layer_prior": prior}
+        between[f"coverage ({prior})"] = {"scope": "layers", "inter_layer": "coverage", "layer_prior": prior}
     between["global"] = {"scope": "global"}
     for sparsity in SPARSITIES:
         for outer, outer_fields in between.items():

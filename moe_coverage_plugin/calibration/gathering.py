@@ -10,8 +10,9 @@ from torch import Tensor
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.core.gradients import GRADIENT_METRICS, NllSums
+from moe_coverage_plugin.core.gradients import NllSums
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.options import GRADIENT_METRICS
 
 
 def gather_scores(

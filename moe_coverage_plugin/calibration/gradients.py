@@ -11,7 +11,7 @@ from compressed_tensors.offload import get_execution_device
 from compressed_tensors.utils import align_module_device
 from torch import Tensor
 
-from moe_coverage_plugin.core.attribution import ChannelMetric, segment_sums
+from moe_coverage_plugin.core.attribution import segment_sums
 from moe_coverage_plugin.core.gradients import (
     NllSums,
     activation_gradient_terms,
@@ -26,6 +26,7 @@ from moe_coverage_plugin.core.obs import interaction_terms, obs_scores
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
 from moe_coverage_plugin.modeling.routing import Routing
+from moe_coverage_plugin.options import ChannelMetric
 
 
 def obs_bytes(experts: int, channels: int) -> int:

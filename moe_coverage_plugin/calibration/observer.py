@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from moe_coverage_plugin.core.attribution import (
-    ChannelMetric,
     expert_contributions,
     finalize_channel_scores,
     segment_sums,
     squares,
 )
-from moe_coverage_plugin.core.gradients import GRADIENT_METRICS
 from moe_coverage_plugin.core.ragged import ExpertWeights
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.options import GRADIENT_METRICS, ChannelMetric
 
 
 class LayerObserver:

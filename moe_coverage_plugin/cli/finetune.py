@@ -110,7 +110,7 @@ def run(arguments: Namespace) -> None:
         arguments.checkpoint,
         arguments.text,
         arguments.output,
-        RecoveryOptions.checked(**given),
+        RecoveryOptions(**given),
         evaluation=arguments.evaluation,
         field=arguments.text_field,
         teacher=arguments.teacher,

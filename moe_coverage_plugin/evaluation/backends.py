@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from moe_coverage_plugin.evaluation.options import EvaluationOptions
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
+from moe_coverage_plugin.options import EvaluationOptions
 
 NEEDS = {"hf": ("llmcompressor", "compress"), "vllm": ("vllm", "serve")}
 PACKAGES = ("moe-coverage-plugin", "lm-eval", "torch", "transformers")

@@ -9,11 +9,11 @@ from typing import Any
 
 from moe_coverage_plugin.evaluation import backends
 from moe_coverage_plugin.evaluation.local_tasks import LocalTask
-from moe_coverage_plugin.evaluation.options import EvaluationOptions
 from moe_coverage_plugin.evaluation.results import Results
 from moe_coverage_plugin.evaluation.tasks import Tasks, Unit
 from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import EvaluationOptions
 
 
 def evaluate(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_coverage_plugin.evaluation.local_tasks import LocalTask
-from moe_coverage_plugin.evaluation.options import EvaluationOptions
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import EvaluationOptions
 
 
 @dataclass(frozen=True)

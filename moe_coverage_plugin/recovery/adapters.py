@@ -21,7 +21,7 @@ from moe_coverage_plugin.modeling.moe_layers import (
     projections,
 )
 from moe_coverage_plugin.modeling.nf4 import dense_weight
-from moe_coverage_plugin.recovery.options import RecoveryOptions
+from moe_coverage_plugin.options import RecoveryOptions
 
 NAME = "default"
 

@@ -14,8 +14,8 @@ from torch.nn.functional import linear
 
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS, IGNORED, loss_gradient, next_tokens
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.options import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import router_module
-from moe_coverage_plugin.recovery.options import RecoveryOptions
 
 
 class BatchLoss(NamedTuple):

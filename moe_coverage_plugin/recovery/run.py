@@ -29,10 +29,10 @@ from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest, read_json
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.nf4 import check_config, forget_quantization
+from moe_coverage_plugin.options import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import attach, require_peft
 from moe_coverage_plugin.recovery.curve import CURVE_NAME, Point, draw_points, write_points
 from moe_coverage_plugin.recovery.experts import grouped_experts
-from moe_coverage_plugin.recovery.options import RecoveryOptions
 from moe_coverage_plugin.recovery.ranks import Ranks, joined_ranks
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.text import Text, Windows, check_files, pack, split

@@ -17,10 +17,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.next_token import check_loss, next_token_loss
+from moe_coverage_plugin.options import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import Adapters
 from moe_coverage_plugin.recovery.curve import Point
 from moe_coverage_plugin.recovery.losses import LoadBalance, batch_loss
-from moe_coverage_plugin.recovery.options import RecoveryOptions
 from moe_coverage_plugin.recovery.ranks import Ranks
 from moe_coverage_plugin.recovery.state import WorkFolder
 

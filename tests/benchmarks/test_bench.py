@@ -17,8 +17,8 @@ from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
 from benchmarks.allocation.tables import METHODS, Setting
 from benchmarks.allocation.text import Windows
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.core.gradients import NLL_IMPORTANCES
 from moe_coverage_plugin.files.scores import load_scores
+from moe_coverage_plugin.options import NLL_IMPORTANCES
 
 
 def setting(method: str, sparsity: float, bits: int) -> Setting:

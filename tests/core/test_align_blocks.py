@@ -80,7 +80,7 @@ def test_what_no_block_can_use_is_reported_and_dropped_experts_are_named():
     aligned = align_blocks(torch.tensor([[3, 2]]), scores_LEI, 2, [1], across_layers=True)
     assert aligned.widths_LE.tolist() == [[4, 0]]
     assert aligned.unspent == 1
-    assert aligned.dropped == [(0, 1)]
+    assert aligned.removed == [(0, 1)]
 
 
 def test_experts_that_a_router_needs_stay_even_without_score():

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_coverage_plugin.core.alignment import RemainderRule, align_widths
+from moe_coverage_plugin.core.alignment import align_widths
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import RemainderRule
 
 RULES = get_args(RemainderRule)
 I = 12  # noqa: E741 - the axis letter of expert channels
@@ -28,7 +29,7 @@ def test_by_hand() -> None:
     aligned = align_widths(widths_LE, torch.ones(2, 4, I), block_size=4, min_width=4, rule="l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 12, 4, 0], [12, 8, 4, 4]]
     assert aligned.unspent == 4
-    assert aligned.dropped == [(0, 3)]
+    assert aligned.removed == [(0, 3)]
 
 
 def test_remainder_by_score_can_differ_from_remainder_by_channels() -> None:
@@ -92,7 +93,7 @@ def test_hamilton(rule: RemainderRule, widths: list[list[int]], block_size: int,
         for expert, before in enumerate(before_E)
         if before > 0 and aligned.widths_LE[layer, expert] == 0
     ]
-    assert aligned.dropped == expected
+    assert aligned.removed == expected
 
 
 @given(widths=layers_of_widths)
@@ -110,7 +111,7 @@ def test_block_of_one_only_drops() -> None:
     # The dropped channel goes to the first expert with room: all remainders are zero.
     aligned = align_widths(widths_LE, scores_LEI, 1, 4, "l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 6, 0, 0]]
-    assert aligned.dropped == [(0, 2)]
+    assert aligned.removed == [(0, 2)]
     assert aligned.unspent == 0
 
 
@@ -119,14 +120,14 @@ def test_aligned_widths_stay() -> None:
     aligned = align_widths(widths_LE, torch.ones(2, 4, I), 4, 4, "l-r-c")
     assert torch.equal(aligned.widths_LE, widths_LE)
     assert aligned.unspent == 0
-    assert aligned.dropped == []
+    assert aligned.removed == []
 
 
 def test_expert_floored_to_nothing_is_reported_as_dropped() -> None:
     # 3 3 3 with blocks of 4 and no minimum: 9 channels are two blocks, expert 2 gets none.
     aligned = align_widths(torch.tensor([[3, 3, 3]]), torch.ones(1, 3, I), 4, 0, "l-r-c")
     assert aligned.widths_LE.tolist() == [[4, 4, 0]]
-    assert aligned.dropped == [(0, 2)]
+    assert aligned.removed == [(0, 2)]
     assert aligned.unspent == 1
 
 
@@ -135,7 +136,7 @@ def test_what_nobody_can_take_is_unspent() -> None:
     aligned = align_widths(torch.tensor([[12, 3, 3]]), torch.ones(1, 3, I), 4, 4, "l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 0, 0]]
     assert aligned.unspent == 6
-    assert aligned.dropped == [(0, 1), (0, 2)]
+    assert aligned.removed == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("block_size", [5, 0, -4, 24])

@@ -7,13 +7,13 @@ from torch.nn.functional import silu
 
 from moe_coverage_plugin.core.attribution import (
     CHUNK_ROWS,
-    ChannelMetric,
     expert_contributions,
     finalize_channel_scores,
     segment_sums,
     squares,
 )
 from moe_coverage_plugin.core.ragged import ExpertWeights, reference_moe
+from moe_coverage_plugin.options import ChannelMetric
 
 T, K, E, H, I = 23, 2, 5, 6, 8  # noqa: E741 - the axis letters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_coverage_plugin.core.coverage import solve_coverage
-from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import CoverageOptions
 
 L, E, I = 3, 4, 6  # noqa: E741 - the axis letters
+
+
+def coverage(sparsity: float, **fields: Any) -> CoverageOptions:
+    """Options by which coverage decides on every level."""
+    return CoverageOptions(sparsity=sparsity, intra_layer="coverage", **fields)
 
 
 def scores_of(seed: int, **fields) -> AttributionScores:
@@ -39,7 +46,7 @@ def scores_of(seed: int, **fields) -> AttributionScores:
 @given(st.integers(0, 1000), st.floats(0, 0.99))
 def test_global_top_channels_keep_the_best_channels_of_the_model(seed: int, sparsity: float):
     scores = scores_of(seed)
-    plan = plan_widths(scores, sparsity, CoverageStrategy(scope="global", intra_layer="topk_channel"))
+    plan = plan_widths(scores, CoverageOptions(sparsity=sparsity, scope="global", intra_layer="topk_channel"))
     budget = int(plan.widths_LE.sum())
     best = scores.channels_LEI.flatten().sort(descending=True).values[:budget]
     kept = scores.channels_LEI.sort(-1, descending=True).values
@@ -50,53 +57,49 @@ def test_global_top_channels_keep_the_best_channels_of_the_model(seed: int, spar
 @given(st.integers(0, 1000), st.floats(0, 0.99))
 def test_global_coverage_is_coverage_of_one_layer_of_all_experts(seed: int, sparsity: float):
     scores = scores_of(seed)
-    strategy = CoverageStrategy(scope="global", expert_importance="second_order", smoothing="none")
-    plan = plan_widths(scores, sparsity, strategy)
+    plan = plan_widths(scores, coverage(sparsity, scope="global", smoothing="none"), "second_order")
     budget = int(plan.widths_LE.sum())
     flat_D = solve_coverage(scores.channels_LEI.flatten(0, 1), scores.second_order_LE.flatten(), budget)
     assert torch.equal(plan.widths_LE.flatten(), flat_D)
 
 
 def test_global_scope_does_not_ask_for_the_loss_of_layers():
-    strategy = CoverageStrategy(scope="global")
-    assert not strategy.uses_layer_loss
-    assert int(plan_widths(scores_of(0), 0.5, strategy).widths_LE.sum()) == L * E * I // 2
-    assert replace(strategy, scope="layers").uses_layer_loss
+    options = coverage(0.5, scope="global")
+    assert not options.uses_layer_loss
+    assert int(plan_widths(scores_of(0), options).widths_LE.sum()) == L * E * I // 2
+    assert coverage(0.5, scope="layers").uses_layer_loss
 
 
 @pytest.mark.parametrize("importance", ["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"])
 def test_expert_importance_is_the_one_asked_for(importance: str):
     field = f"{importance}_LE"
     measured = {field: torch.rand(L, E, dtype=torch.float64)}
-    plan = plan_widths(
-        replace(scores_of(0), **measured),
-        0.5,
-        CoverageStrategy(scope="global", expert_importance=importance, smoothing="none"),
-    )
+    options = coverage(0.5, scope="global", smoothing="none")
+    plan = plan_widths(replace(scores_of(0), **measured), options, importance)
     assert torch.equal(plan.expert_prior_LE, measured[field])
 
 
 def test_signed_importance_below_zero_counts_as_zero():
     signed_LE = torch.linspace(-1, 1, L * E, dtype=torch.float64).reshape(L, E)
-    strategy = CoverageStrategy(scope="global", expert_importance="nll_signed", smoothing="none")
-    plan = plan_widths(scores_of(0, nll_signed_LE=signed_LE), 0.75, strategy)
+    options = coverage(0.75, scope="global", smoothing="none")
+    plan = plan_widths(scores_of(0, nll_signed_LE=signed_LE), options, "nll_signed")
     assert not plan.widths_LE[signed_LE < 0].any()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "words"),
+    ("layer_prior", "importance", "words"),
     [
-        (CoverageStrategy(expert_importance="nll_squared", layer_prior="uniform"), "do not contain nll_squared"),
-        (CoverageStrategy(), "do not contain the importance of layers"),
+        ("uniform", "nll_squared", "do not contain nll_squared"),
+        ("loss", "first_order", "do not contain the importance of layers"),
     ],
 )
-def test_importance_that_was_not_measured_is_refused(strategy: CoverageStrategy, words: str):
+def test_importance_that_was_not_measured_is_refused(layer_prior: str, importance: Any, words: str):
     with pytest.raises(CoverageError, match=words):
-        plan_widths(scores_of(0), 0.5, strategy)
+        plan_widths(scores_of(0), coverage(0.5, scope="layers", layer_prior=layer_prior), importance)
 
 
 def test_refusal_names_the_layer_under_global_scope():
     scores = scores_of(0)
     scores.channels_LEI[2, 1, 3] = float("nan")
     with pytest.raises(CoverageError, match="layer 2 expert 1"):
-        plan_widths(scores, 0.5, CoverageStrategy(scope="global", intra_layer="topk_channel"))
+        plan_widths(scores, CoverageOptions(sparsity=0.5, scope="global", intra_layer="topk_channel"))

@@ -6,8 +6,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moe_coverage_plugin.core.smoothing import Smoothing, smooth
+from moe_coverage_plugin.core.smoothing import smooth
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import Smoothing
 
 METHODS = get_args(Smoothing)
 importances = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=12)

@@ -12,8 +12,10 @@ import pytest
 from benchmarks.paper_protocol import TASKS
 from moe_coverage_plugin.cli import evaluation as command
 from moe_coverage_plugin.cli import main
-from moe_coverage_plugin.evaluation import backends, local_tasks, options
+from moe_coverage_plugin.evaluation import backends, local_tasks
 from moe_coverage_plugin.evaluation.tasks import Tasks
+from moe_coverage_plugin.options import EvaluationOptions
+from moe_coverage_plugin.options.base import choices
 from tests.evaluation.questions import QUIZ, TEXT
 
 
@@ -39,7 +41,8 @@ def refused(capsys, monkeypatch, tmp_path):
 
 
 def test_choices_are_those_of_the_function():
-    assert (command.BACKENDS, command.DTYPES) == (options.BACKENDS, options.DTYPES)
+    fields = EvaluationOptions.model_fields
+    assert (choices(fields["backend"]), choices(fields["dtype"])) == (command.BACKENDS, command.DTYPES)
     assert tuple(local_tasks.FIELDS) == command.KINDS
 
 
@@ -123,7 +126,7 @@ doc_to_target: "{{{{answer}}}}"
     ("more", "words"),
     [
         ((), "no task is given"),
-        (("--limit", 0, "--text", "x"), "limit is 0, at least 1"),
+        (("--limit", 0, "--text", "x"), "limit=0 of EvaluationOptions must be an integer, at least 1"),
         (("--fields", "question"), "'question' is no assignment"),
         (("--fields", "question=query"), "names no field of the given JSON lines"),
         (("--model-args", "max_model_len=64"), "arguments of vLLM's engine"),

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from moe_coverage_plugin.core.planning import CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import CoverageOptions
 
 PROVENANCE = {"model": "a/b", "calibration_batches": 4, "versions": {"torch": "2"}, "recipe": [{"ignore": []}]}
 OPTIONAL = ("layer_loss_L", "nll_signed_LE", "nll_absolute_LE", "nll_squared_LE")
@@ -88,14 +89,14 @@ def test_plans_from_the_file_are_those_of_the_run(tmp_path: Path) -> None:
     scores = random_scores(3, 8, 32)
     save_scores(tmp_path / "scores.bin", scores, {})
     found, _ = load_scores(tmp_path / "scores.bin")
-    strategies = [
-        CoverageStrategy(),
-        CoverageStrategy(expert_importance="nll_squared"),
-        CoverageStrategy(scope="global", intra_layer="topk_channel"),
-    ]
-    for strategy in strategies:
-        one, other = plan_widths(found, 0.4, strategy), plan_widths(scores, 0.4, strategy)
-        assert all(map(torch.equal, one, other))
+    on_two_levels = CoverageOptions(sparsity=0.4, scope="layers", intra_layer="coverage")
+    for options, importance in (
+        (on_two_levels, "first_order"),
+        (on_two_levels, "nll_squared"),
+        (CoverageOptions(sparsity=0.4), "first_order"),
+    ):
+        plans = plan_widths(found, options, importance), plan_widths(scores, options, importance)
+        assert all(map(torch.equal, *plans))
 
 
 def test_any_tensor_is_stored_in_full(tmp_path: Path) -> None:

@@ -295,4 +295,4 @@ def test_a_loss_that_is_no_number(pruned, text, fast, tmp_path):
 def test_options(pruned):
     for values, words in (({"expert_rank": 0}, "expert_rank=0"), ({"rank": 3}, "rank=3"), ({"warmup": 1}, "warmup=1")):
         with pytest.raises(CoverageError, match=words):
-            RecoveryOptions.checked(**values)
+            RecoveryOptions(**values)

@@ -1,1 +1,0 @@
-"""One home for options."""
