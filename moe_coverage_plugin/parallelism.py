@@ -1,7 +1,7 @@
-"""Over how many ranks vLLM can spread a checkpoint by tensor parallelism, and what stands in the way of others.
+"""The tensor-parallel degrees at which vLLM can serve a checkpoint, and what forbids the others.
 
 The rules are those of vLLM 0.26 to 0.33 for models of attention layers, dense MLPs and experts; a model with layers of
-other kinds may have more. Standard library only.
+other kinds may have more rules. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 MAX_DEGREE = 16
 VOCABULARY_PADDING = 64
-"""vLLM pads the vocabulary to a multiple of it, whatever the degree, and then splits it evenly."""
+"""vLLM pads the vocabulary to a multiple of it at every degree, and then splits it evenly."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SplitLayer:
     Attributes:
         what: its name in messages, ``dense MLP``.
         channels: input channels before splitting.
-        group_size: channels that share a scale and so must stay on one rank; ``None`` where they may part.
+        group_size: channels that share a scale and so must stay on one rank; ``None`` if there are no such groups.
     """
 
     what: str
@@ -29,28 +29,30 @@ class SplitLayer:
     group_size: int | None = None
 
     def obstacle(self, degree: int) -> str | None:
-        """Why the layer cannot be split, if so."""
+        """Return why the layer cannot be split, or ``None`` if it can."""
         if self.channels % degree:
-            return f"{self.channels} channels of the {self.what} are no multiple of it"
+            return f"{self.channels} channels of the {self.what} are not a multiple of it"
         share = self.channels // degree
         if self.group_size and share % self.group_size:
             return (
-                f"{share} channels of the {self.what} on each rank are no multiple of the group size {self.group_size}"
+                f"{share} channels of the {self.what} on each rank are not a multiple of the group size "
+                f"{self.group_size}"
             )
         return None
 
 
 @dataclass(frozen=True)
 class ParallelShape:
-    """What of a model decides about its degrees.
+    """The sizes of a model that decide its degrees.
 
     Attributes:
         attention_heads: heads of the queries.
-        key_value_heads: heads of keys and values; ``None`` where they are compressed to one latent vector (MLA).
+        key_value_heads: heads of keys and values; ``None`` if they are compressed to one latent vector (MLA).
         experts: experts of a layer.
         vocabulary: rows of the embedding.
-        layers: every different linear layer that is split by its input. Experts of unequal width are none of them:
-            this plugin deals whole groups of each expert to any number of ranks.
+        layers: the linear layers that are split by input channels, one for each combination of name, channels and
+            group size. Experts of unequal width are not among them: this plugin assigns whole groups of each expert to
+            any number of ranks.
     """
 
     attention_heads: int
@@ -61,34 +63,40 @@ class ParallelShape:
 
 
 def obstacles(shape: ParallelShape, degree: int) -> list[str]:
-    """Everything that forbids a degree; empty where it is legal."""
+    """Return everything that forbids a degree; empty if it is legal."""
     found = []
     if shape.attention_heads % degree:
-        found.append(f"{shape.attention_heads} attention heads are no multiple of it")
+        found.append(f"{shape.attention_heads} attention heads are not a multiple of it")
     heads = shape.key_value_heads
-    # heads are copied to several ranks where there are more ranks than heads
+    # vLLM copies heads to several ranks if there are more ranks than heads
     if heads is not None and heads % degree and degree % heads:
         found.append(f"{heads} key/value heads are neither a multiple nor a divisor of it")
     if shape.experts < degree:
         found.append(f"{shape.experts} experts are fewer")
     padded = shape.vocabulary + -shape.vocabulary % VOCABULARY_PADDING
     if padded % degree:
-        found.append(f"{padded} rows of the padded vocabulary are no multiple of it")
+        found.append(f"{padded} rows of the padded vocabulary are not a multiple of it")
     return found + [obstacle for layer in shape.layers if (obstacle := layer.obstacle(degree)) is not None]
 
 
 def degrees(shape: ParallelShape, limit: int = MAX_DEGREE) -> dict[int, list[str]]:
-    """The obstacles of every degree from 1 to ``limit``; legal ones have none."""
+    """Return the obstacles of every degree from 1 to ``limit``; legal degrees have none."""
     return {degree: obstacles(shape, degree) for degree in range(1, limit + 1)}
 
 
 def rank_ranges(widths_E: Sequence[int], unit: int, rank: int, world_size: int) -> list[tuple[int, int]]:
-    """The channels ``[start, stop)`` of every expert of a layer that a tensor-parallel rank holds.
+    """Return the channels ``[start, stop)`` of every expert of a layer that a tensor-parallel rank holds.
 
-    Whole units (quantization groups; a last partial unit counts as one) are dealt contiguously in rank order, so the
-    ranges of all ranks partition ``[0, width)`` and no group is cut. Units of an expert that do not divide evenly go
-    one each to the ranks after the one that was given the last such unit, so over a whole layer no rank holds more
-    than one unit more than another. A rank may hold nothing of an expert.
+    Units (quantization groups; a last partial unit counts as one) are assigned contiguously in rank order, so the
+    ranges of all ranks partition ``[0, width)`` and no group is cut. Units of an expert that do not divide evenly are
+    assigned one each to the ranks after the rank that received the last such unit. So over all experts of a layer, no
+    rank holds more than one unit more than another. A rank may hold no channel of an expert.
+
+    Args:
+        widths_E: stored channels of each expert.
+        unit: channels that must stay on one rank, :attr:`ExpertScheme.shard_unit`.
+        rank: number of the rank, from 0.
+        world_size: number of ranks.
     """
     assert unit >= 1
     assert 0 <= rank < world_size
@@ -96,7 +104,7 @@ def rank_ranges(widths_E: Sequence[int], unit: int, rank: int, world_size: int) 
     for width in widths_E:
         assert width >= 0
         units_each, extra = divmod(-(-width // unit), world_size)
-        # how many of the ranks before this one, and with it, get an extra unit
+        # the number of ranks with an extra unit, up to this rank without it and including it
         before, with_it = (
             sum((earlier - next_rank) % world_size < extra for earlier in range(ranks)) for ranks in (rank, rank + 1)
         )
@@ -107,11 +115,12 @@ def rank_ranges(widths_E: Sequence[int], unit: int, rank: int, world_size: int) 
 
 
 def imbalance(layers: Iterable[Sequence[int]], unit: int, world_size: int) -> float:
-    """By what fraction the fullest rank holds more expert channels than the average one, over all layers.
+    """Return by what fraction the fullest rank holds more expert channels than the average rank, over all layers.
 
     Args:
         layers: widths of the experts of each layer.
-        unit: see ``rank_ranges``.
+        unit: channels that must stay on one rank, as in :func:`rank_ranges`.
+        world_size: number of ranks.
     """
     loads = [0] * world_size
     for widths_E in layers:

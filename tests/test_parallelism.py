@@ -35,20 +35,20 @@ def test_powers_of_two_split_a_ragged_qwen3() -> None:
 def test_groups_of_experts_of_one_width_stay_whole() -> None:
     uniform = replace(QWEN3, layers=(SplitLayer("experts", 512, 128),))
     assert legal(uniform) == [1, 2, 4]
-    assert obstacles(uniform, 8) == ["64 channels of the experts on each rank are no multiple of the group size 128"]
+    assert obstacles(uniform, 8) == ["64 channels of the experts on each rank are not a multiple of the group size 128"]
     assert legal(replace(QWEN3, layers=(SplitLayer("experts", 512),))) == [1, 2, 4, 8, 16]
 
 
 def test_every_obstacle_is_named() -> None:
     shape = ParallelShape(6, 4, 2, 1000, (SplitLayer("dense MLP", 320, 64), SplitLayer("shared expert", 384)))
     assert obstacles(shape, 5) == [
-        "6 attention heads are no multiple of it",
+        "6 attention heads are not a multiple of it",
         "4 key/value heads are neither a multiple nor a divisor of it",
         "2 experts are fewer",
-        "1024 rows of the padded vocabulary are no multiple of it",
-        "384 channels of the shared expert are no multiple of it",
+        "1024 rows of the padded vocabulary are not a multiple of it",
+        "384 channels of the shared expert are not a multiple of it",
     ]
-    assert obstacles(shape, 2) == ["160 channels of the dense MLP on each rank are no multiple of the group size 64"]
+    assert obstacles(shape, 2) == ["160 channels of the dense MLP on each rank are not a multiple of the group size 64"]
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, True), (2, True), (3, True), (4, False), (6, True), (24, True)])

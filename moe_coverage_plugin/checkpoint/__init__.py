@@ -1,3 +1,3 @@
-"""Whole checkpoints: writes a pruned model with its manifest and card, and opens it again in transformers."""
+"""Writes a pruned model as a complete checkpoint, and opens checkpoints in transformers."""
 
 import llmcompressor  # noqa: F401  # first: it imports our modifiers, which import the modules of this package

@@ -1,4 +1,4 @@
-"""Writes the projections of experts under the names that checkpoints of their family use."""
+"""Names of expert projections in the checkpoints of a model family, ``w1`` for ``gate_proj`` and so on."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from moe_coverage_plugin.modeling.expert_lists import ListedExperts
 
-# what a family merges into one tensor when it is loaded, and the projections in it in their order
+# the projections that a family merges into one tensor in memory, in the order of the conversion's sources
 MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 # in renamings of single experts
 NUMBERED = r"experts\.(\d+)"
 
 
 def keep_family_names(model: PreTrainedModel) -> None:
-    """Make the model's saving undo the renaming of its loading for every expert, ``w1`` for ``gate_proj`` and so on.
+    """Make the model save experts one by one under the names that checkpoints of its family use.
 
-    Stock engines look for no other names, and some start with random experts where they find none.
+    Stock engines look for no other names, and some start with random experts if they find none.
     """
     transforms: list[WeightTransform] = []
     prefixed = any(isinstance(used, PrefixChange) for used in getattr(model, "_weight_conversions", None) or ())
     for transform in get_model_conversion_mapping(model, add_legacy=False):
         if isinstance(transform, PrefixChange) and not prefixed:
-            continue  # the source did without
+            continue  # the checkpoint that the model was loaded from had no prefix
         transforms += _renamings(transform) if _merges_experts(transform) else [transform]
     set_save_conversion_mapping(model, transforms)
 
 
 def stores_single_experts(model: PreTrainedModel) -> bool:
-    """Whether checkpoints of the family hold every expert by itself, as ours do.
+    """Return whether checkpoints of the family store experts one by one, as ours do.
 
-    Stock transformers finds no single experts of other families: it leaves them out and starts with random ones.
+    Stock transformers does not look for single experts of other families: it starts with random ones.
     """
     transforms = get_model_conversion_mapping(model, add_legacy=False)
-    # the toolkit's own loading puts renamings of numbered experts in the place of the mergers, for the whole process
+    # the toolkit's own loading replaces the conversions by renamings of numbered experts, for the entire process
     if any(_merges_experts(each) or NUMBERED in each.source_patterns[0] for each in transforms):
         return True
     return any(isinstance(module, ListedExperts) for module in model.modules())
 
 
 def _merges_experts(transform: WeightTransform) -> TypeGuard[WeightConverter]:
-    # "*" stands for the number of an expert
+    # "*" matches the number of an expert
     merges = isinstance(transform, WeightConverter) and "*" in transform.source_patterns[0]
     return merges and "experts" in transform.target_patterns[0]
 

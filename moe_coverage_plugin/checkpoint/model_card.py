@@ -1,4 +1,4 @@
-"""The model card beside a checkpoint: what was removed and how, who can open it, and what the hub needs to know."""
+"""Writes the model card of a checkpoint: what was removed and how, what can open it, and the metadata for the hub."""
 
 from __future__ import annotations
 
@@ -6,99 +6,21 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.repocard import metadata_load
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from huggingface_hub import ModelCard, ModelCardData
 
+from moe_coverage_plugin.checkpoint.origin import CARD_NAME, TAG, Origin
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
-from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME, Manifest, report_layers
+from moe_coverage_plugin.manifest import PICTURES_NAME, REPORT_NAME, SCORES_NAME, Manifest, report_layers
 
-CARD_NAME = "README.md"
-TAG = "moe-coverage"
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 RECIPE_NAME = "recipe.yaml"
-# of the provenance, where a model that was fine-tuned tells so
+# key of the provenance that lists fine-tuning runs
 TRAINED_KEY = "recovery"
-# what a pruned model inherits from the card of its base
-INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-HUB = "https://huggingface.co"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    keep_trailing_newline=True,
-)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What the card of the model says that was pruned.
-
-    Attributes:
-        name: of the model that was pruned, on the hub or of its directory; empty where that is not known.
-        base_model: its name on the hub; ``None`` where it came from a directory that does not tell.
-        inherited: fields of the front matter that hold for the pruned model, too.
-    """
-
-    name: str = ""
-    base_model: str | None = None
-    inherited: dict[str, Any] = field(default_factory=dict)
-
-
-def read_origin(source: str) -> Origin:
-    """Look for a model's card beside its weights, in the directory or in the hub's cache; never on the hub.
-
-    Of a checkpoint that was pruned before, its base is the base.
-
-    Args:
-        source: directory or name on the hub, as ``model.name_or_path`` says it; empty for a model never on disk.
-    """
-    directory = Path(source)
-    if source and directory.is_dir():
-        front_matter = _front_matter(directory / CARD_NAME)
-        pruned = TAG in _strings(front_matter.get("tags"))
-        told = front_matter.get("base_model") if pruned else _cached_name(directory)
-        base_model = told if isinstance(told, str) else None
-        name = base_model or ("" if pruned else directory.absolute().name)
-    elif HUB_ID.fullmatch(source):
-        cached = try_to_load_from_cache(source, CARD_NAME)
-        front_matter = _front_matter(Path(cached)) if isinstance(cached, str) else {}
-        name = base_model = source
-    else:
-        return Origin()
-    inherited = {key: front_matter[key] for key in INHERITED if _strings(front_matter.get(key))}
-    if "license_link" in inherited and not str(inherited["license_link"]).startswith("https://"):
-        # the link of a file beside the base's card
-        link = inherited.pop("license_link")
-        if base_model is not None:
-            inherited["license_link"] = f"{HUB}/{base_model}/blob/main/{link}"
-    return Origin(name, base_model, inherited)
-
-
-def _front_matter(card: Path) -> dict[str, Any]:
-    try:
-        found = metadata_load(card) if card.is_file() else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        # somebody else's file: a card that cannot be read says nothing
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
-def _cached_name(directory: Path) -> str | None:
-    """The name on the hub of a snapshot in its cache."""
-    names = (CACHED.fullmatch(part) for part in directory.absolute().parts)
-    return next((f"{found[1]}/{found[2]}" for found in names if found), None)
-
-
-def _strings(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return values if all(isinstance(each, str) for each in values) else []
+TAGS = ["moe", "pruning", "llm-compressor", "compressed-tensors", "vllm", TAG]
 
 
 def write_card(
@@ -108,156 +30,109 @@ def write_card(
     report: Mapping[str, Any],
     origin: Origin,
     quantized: bool,
-    open_to_all: bool,
+    loads_in_transformers: bool,
 ) -> None:
-    """Write the card of a checkpoint from what its other files say. One that is there already is left alone.
+    """Write the card of a checkpoint from its other files; a card that is there already is left unchanged.
 
     Args:
-        directory: with weights and ``config.json`` in it.
-        title: name of the directory that they will be found in.
+        directory: has the weights and ``config.json``.
+        title: name that the directory will have.
+        manifest: widths of all experts.
         report: figures of the pruning.
-        quantized: what ``config.json`` says of quantization is about these weights.
-        open_to_all: stock transformers can load it.
+        origin: the base model.
+        quantized: the quantization in ``config.json`` is that of the weights. The file can also be inherited from a
+            quantized checkpoint whose weights were decompressed.
+        loads_in_transformers: stock transformers loads the checkpoint.
     """
     path = directory / CARD_NAME
     if path.exists():
         return
     config = json.loads((directory / "config.json").read_text())
-    # the file may still be that of a model that was decompressed since
     schemes = _schemes(config) if quantized else []
+    activations = [scheme["input_activations"] for scheme in schemes if scheme.get("input_activations")]
     base = origin.name or Path(str(manifest.provenance.get("model") or "")).name or "a model without a name"
-    picture = "moe_coverage_report/widths.png"
-    card = _TEMPLATES.get_template("model_card.md").render(
-        front_matter=yaml.safe_dump(
-            _own_front_matter(origin, schemes, open_to_all), sort_keys=False, allow_unicode=True
-        ).rstrip(),
+    picture = f"{PICTURES_NAME}/widths.png"
+    recipe = manifest.provenance.get("recipe")
+    licence = origin.inherited.get("license_name", origin.inherited.get("license"))
+    card = ModelCard.from_template(
+        _front_matter(origin, schemes, loads_in_transformers),
+        template_path=str(TEMPLATE),
         title=title,
         quoted=shlex.quote(title),
         path=json.dumps(title, ensure_ascii=False),
-        summary=_summary(manifest, _plain(base), schemes),
+        base=_plain(base),
         picture=picture if (directory / picture).is_file() else None,
-        facts=_facts(directory, manifest, report, config, schemes),
-        engines=_engines(manifest, schemes, open_to_all),
-        opened=_opened(manifest, schemes, open_to_all),
+        layout=manifest.layout,
+        dtype=config.get("dtype") or config.get("text_config", {}).get("dtype"),
+        weights="; ".join(_format(scheme["weights"]) for scheme in schemes),
+        activations="; ".join(map(_format, activations)),
+        float8_inputs=any((kind.get("num_bits"), kind.get("type")) == (8, "float") for kind in activations),
+        loads_in_transformers=loads_in_transformers,
         own_code="auto_map" in config,
         tokenizer=has_tokenizer(directory),
-        recipe=_recipe(manifest.provenance.get("recipe")),
-        origin=_made(directory, manifest.provenance),
-        licence=_licence(origin),
+        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "",
+        made=_made(directory, manifest.provenance),
+        licence=_plain(licence) if "license" in origin.inherited else None,
+        on_hub=origin.base_model is not None,
+        **_figures(directory, manifest, report),
     )
-    path.write_text(card, encoding="utf-8")
+    card.save(path)
 
 
-def _own_front_matter(origin: Origin, schemes: list[dict[str, Any]], open_to_all: bool) -> dict[str, Any]:
-    base: dict[str, Any] = {}
+def _front_matter(origin: Origin, schemes: list[dict[str, Any]], loads_in_transformers: bool) -> ModelCardData:
+    bits = {f"{scheme['weights']['num_bits']}-bit" for scheme in schemes if "num_bits" in scheme["weights"]}
+    fields: dict[str, Any] = {
+        # the hub shows code for this library
+        "library_name": "transformers" if loads_in_transformers else "vllm",
+        "tags": TAGS + sorted(bits),
+        "pipeline_tag": "text-generation",
+    }
     if origin.base_model is not None:
-        # the hub knows finetune, adapter, merge and quantized: a pruned model's weights are changed ones of the base
-        base = {"base_model": origin.base_model, "base_model_relation": "quantized" if schemes else "finetune"}
-    tags = ["moe", "pruning", "llm-compressor", "compressed-tensors", "vllm", TAG]
-    bits = sorted({f"{scheme['weights']['num_bits']}-bit" for scheme in schemes if "num_bits" in scheme["weights"]})
-    # the hub shows code of the library that it names, and transformers alone cannot open every layout
-    library = "transformers" if open_to_all else "vllm"
-    return (
-        base | {"library_name": library, "tags": tags + bits} | {"pipeline_tag": "text-generation"} | origin.inherited
-    )
+        # the hub has finetune, adapter, merge and quantized, but no relation for pruning
+        fields["base_model"] = origin.base_model
+        fields["base_model_relation"] = "quantized" if schemes else "finetune"
+    return ModelCardData(**fields | origin.inherited)
 
 
 def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How weights, and what they are multiplied with, are quantized, as compressed-tensors describes it."""
+    """Return the groups of quantized weights as compressed-tensors describes them."""
     groups = (config.get("quantization_config") or {}).get("config_groups") or {}
     return [group for group in groups.values() if group.get("weights")]
 
 
-def _activations(schemes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [scheme["input_activations"] for scheme in schemes if scheme.get("input_activations")]
-
-
-def _summary(manifest: Manifest, base: str, schemes: list[dict[str, Any]]) -> str:
-    widths = [width for layer in manifest.widths.values() for width in layer]
-    removed = 1 - sum(widths) / (len(widths) * manifest.intermediate_size)
-    then = f", and what is left quantized ({_told(schemes)})" if schemes else ""
-    ragged = " Every expert has a width of its own." if manifest.layout == "ragged" else ""
-    return f"`{base}` with {removed:.1%} of the channels inside its experts removed{then}.{ragged}"
-
-
-def _told(schemes: list[dict[str, Any]]) -> str:
-    return "; ".join(_numbers(scheme["weights"]) for scheme in schemes)
-
-
-def _numbers(kind: Mapping[str, Any]) -> str:
+def _format(kind: Mapping[str, Any]) -> str:
     group_size = kind.get("group_size")
     shared = f"groups of {group_size}" if kind.get("strategy") == "group" else f"by {kind.get('strategy')}"
     return f"{kind.get('num_bits')} bits, {kind.get('type')}, {shared}"
 
 
-def _facts(
-    directory: Path,
-    manifest: Manifest,
-    report: Mapping[str, Any],
-    config: Mapping[str, Any],
-    schemes: list[dict[str, Any]],
-) -> dict[str, str]:
+def _figures(directory: Path, manifest: Manifest, report: Mapping[str, Any]) -> dict[str, Any]:
     widths = [width for layer in manifest.widths.values() for width in layer]
-    live = [width for width in widths if width]
-    channels, dead = len(widths) * manifest.intermediate_size, len(widths) - len(live)
-    dtype = config.get("dtype") or config.get("text_config", {}).get("dtype")
-    activations = "; ".join(map(_numbers, _activations(schemes)))
-    facts = {
-        "expert channels": f"{sum(widths):,} of {channels:,} kept, {1 - sum(widths) / channels:.1%} removed",
-        "width of an expert": f"{min(live)} to {max(live)}, mean {sum(widths) / len(widths):.0f}, "
-        f"{manifest.intermediate_size} before; multiples of {manifest.block_size}",
-        "experts": f"{len(live)} of {len(widths)} live, {dead} removed whole and masked in the router",
-        "weights": f"{_told(schemes)}; the rest {dtype}" if schemes else f"{dtype}, not quantized",
-        "activations": f"{activations}; the rest {dtype}" if activations else "not quantized",
+    kept_experts = len(widths) - widths.count(0)
+    channels = len(widths) * manifest.intermediate_size
+    size_before = report.get("weight_bytes_before")
+    layers = report_layers(report).values()
+    shares = [share for layer in layers if type(share := layer.get("coverage")) is float]
+    return {
+        "channels": f"{sum(widths):,} of {channels:,}",
+        "removed_share": f"{1 - sum(widths) / channels:.1%}",
+        "widths": f"{min(filter(None, widths))} to {max(widths)}, mean {sum(widths) / len(widths):.0f}",
+        "intermediate_size": manifest.intermediate_size,
+        "block_size": manifest.block_size,
+        "experts": f"{kept_experts} of {len(widths)}",
+        "removed_experts": widths.count(0),
         "size": _mebibytes(sum(file.stat().st_size for file in directory.glob("*.safetensors"))),
-        "layout": manifest.layout,
+        "size_before": _mebibytes(size_before) if type(size_before) is int else None,
+        "coverage": f"{min(shares):.1%} to {max(shares):.1%}" if shares and len(shares) == len(layers) else None,
     }
-    if type(before := report.get("weight_bytes_before")) is int:
-        facts["size"] += f"; {_mebibytes(before)} before"
-    kept = [layer.get("coverage") for layer in report_layers(report).values()]
-    if kept and all(type(share) is float for share in kept):
-        facts["channel scores kept"] = f"{min(kept):.1%} to {max(kept):.1%} of a layer's"
-    return facts
 
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.2f} MiB"
 
 
-def _engines(manifest: Manifest, schemes: list[dict[str, Any]], open_to_all: bool) -> str:
-    found = "vLLM finds the plugin by itself, no flag is needed."
-    if manifest.layout == "ragged":
-        found += " Without it, engines stop with an error."
-    elif open_to_all:
-        found += " All experts have one width: engines load it without the plugin, too."
-    elif schemes:
-        found += " All experts have one width: vLLM loads it without the plugin, where it has kernels for it."
-    if any((kind.get("num_bits"), kind.get("type")) == (8, "float") for kind in _activations(schemes)):
-        found += " To be fast, the model needs a card that multiplies 8-bit floats: compute capability 8.9 or newer."
-    return found
-
-
-def _opened(manifest: Manifest, schemes: list[dict[str, Any]], open_to_all: bool) -> str:
-    dense = " Quantized weights are decompressed." if schemes else ""
-    if _activations(schemes):
-        dense += " Activations are not quantized there, as they are by engines."
-    text = f"The model can be run, fine-tuned, saved and quantized again.{dense}"
-    if manifest.layout == "ragged":
-        return f"{text} transformers alone stops with an error."
-    return f"{text} AutoModelForCausalLM opens it as well." if open_to_all else text
-
-
-def _recipe(recipe: Any) -> str:
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else ""
-
-
 def _made(directory: Path, provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Where it came from, as far as it is known: a checkpoint of somebody else may say anything, or nothing."""
-    beside = {
-        "the whole recipe, quantizers included": RECIPE_NAME,
-        "widths, coverage and calibration tokens of every expert": REPORT_NAME,
-        "scores, to plan again from": SCORES_NAME,
-    }
+    """Return how the checkpoint was made; the provenance of an untrusted checkpoint can hold anything."""
     known = {
         "calibration": ("calibration_batches", "{} batches"),
         "sha256 of the calibration tokens": ("calibration_sha256", "`{}`"),
@@ -271,9 +146,14 @@ def _made(directory: Path, provenance: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(versions := provenance.get("versions"), Mapping):
         made["versions"] = ", ".join(f"{_plain(name)} {_plain(number)}" for name, number in versions.items())
     trained = provenance.get(TRAINED_KEY)
-    runs = [_training(run) for run in trained if isinstance(run, Mapping)] if isinstance(trained, list) else []
-    made |= {"fine-tuned": "; then ".join(runs)} if runs else {}
-    return made | {name: f"`{file}`" for name, file in beside.items() if (directory / file).is_file()}
+    if runs := [_training(run) for run in trained if isinstance(run, Mapping)] if isinstance(trained, list) else []:
+        made["fine-tuned"] = "; then ".join(runs)
+    files = {
+        "complete recipe, with quantizers": RECIPE_NAME,
+        "widths, coverage and calibration tokens of every expert": REPORT_NAME,
+        "scores, from which widths can be planned again": SCORES_NAME,
+    }
+    return made | {name: f"`{file}`" for name, file in files.items() if (directory / file).is_file()}
 
 
 def _training(run: Mapping[str, Any]) -> str:
@@ -284,15 +164,6 @@ def _training(run: Mapping[str, Any]) -> str:
     return text
 
 
-def _licence(origin: Origin) -> str:
-    if licence := origin.inherited.get("license"):
-        named = _plain(origin.inherited.get("license_name", licence))
-        return f"That of the base model, of which the card says `{named}`."
-    missing = "`license`" if origin.base_model is not None else "`license` and `base_model`"
-    advice = f"add {missing} at the top of this file before uploading"
-    return f"That of the base model. No card beside it named one: {advice}."
-
-
 def _plain(value: Any) -> str:
-    """A value as words of one line that no markup begins in."""
+    """Return a value as one line of text without markup."""
     return re.sub(r"[`|<>\[\]\\]", "", " ".join(str(value).split()))

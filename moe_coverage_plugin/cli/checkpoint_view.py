@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_coverage_plugin.cli.checkpoint import Checkpoint
 from moe_coverage_plugin.core.scores import AttributionScores
-from moe_coverage_plugin.files.scores import load_scores
-from moe_coverage_plugin.manifest import SCORES_NAME, CoverageError
+from moe_coverage_plugin.files.scores import find_scores, load_scores
+from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.report.stored_weights import read_stored_weights
 from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
@@ -48,8 +48,8 @@ def checkpoint_view(checkpoint: Checkpoint, facts: dict[str, str]) -> PlanView:
 
 
 def _scores(checkpoint: Checkpoint) -> AttributionScores | None:
-    path = checkpoint.directory / SCORES_NAME
-    if not path.is_file():
+    path = find_scores(checkpoint.directory)
+    if path is None:
         return None
     scores, _ = load_scores(path)
     shape = scores.channels_LEI.shape[1:]

@@ -1,1 +1,1 @@
-"""Files of a checkpoint, read and written without a toolkit, so that both halves and the command line can use them."""
+"""Reads and writes the files of a checkpoint without a toolkit, for both halves and the command line."""

@@ -1,4 +1,4 @@
-"""Files that appear under their name complete or not at all. Standard library only."""
+"""Writes files that appear under their name complete or not at all. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe_coverage_plugin.manifest import CoverageError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a hidden neighbour of ``path``, whose directory is made where it is missing, and rename it.
+    """Write a hidden file beside ``path``, then rename it to ``path``; directories are created as needed.
 
     Raises:
-        CoverageError: the file cannot be written; what was there before is left as it was.
+        CoverageError: the file cannot be written; a file that was there before is unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -36,14 +36,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def check_place(path: Path) -> Path:
-    """The directory that a path lies in, or of those above it the nearest that there is.
+    """Check that a path can be created.
+
+    Returns:
+        The nearest existing directory above the path.
 
     Raises:
-        CoverageError: nothing can be created in it.
+        CoverageError: nothing can be created in that directory.
     """
     place = next(each for each in path.absolute().parents if os.path.lexists(each))
     try:
-        # tried, since permissions do not tell all; it never has a name
+        # permission bits do not show read-only disks and quotas; this file never has a name
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise CoverageError(
@@ -57,7 +60,7 @@ def in_use(partial: Path) -> Iterator[None]:
     """Mark a partial file or directory as being written; the mark ends with the process, however that ends."""
     handle = os.open(partial, os.O_RDONLY)
     try:
-        # where a file system has no locks, nothing is ever taken for a leftover
+        # on file systems without locks remove_leftovers gets no lock either, and so removes nothing
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -66,7 +69,7 @@ def in_use(partial: Path) -> Iterator[None]:
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Remove partial files and directories that runs which died have left beside ``path``, and return them."""
+    """Remove and return partial files and directories beside ``path`` that no running process writes."""
     named = re.compile(rf"\.{re.escape(path.name)}\.\w+\.partial")
     removed: list[Path] = []
     with suppress(OSError):

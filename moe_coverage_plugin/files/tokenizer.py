@@ -1,13 +1,13 @@
-"""Tells whether a tokenizer lies in a directory."""
+"""Finds the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# one of them is there whatever the tokenizer's kind
+# every kind of tokenizer has at least one of these files
 NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether ``AutoTokenizer`` would find something to open."""
+    """Return whether ``AutoTokenizer`` finds a file to open."""
     return any((directory / name).is_file() for name in NAMES)

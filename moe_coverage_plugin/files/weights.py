@@ -1,4 +1,4 @@
-"""Finds and opens the weight files of a checkpoint that may come from a stranger, or be incomplete."""
+"""Finds and opens the weight files of a checkpoint that may be incomplete or from an untrusted source."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SUFFIX = ".safetensors"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Files that the index of a checkpoint lists, or else every safetensors file in it, sorted.
+    """Return the files that the index of a checkpoint lists, or without an index all safetensors files, sorted.
 
-    All of them lie in the directory, or where the Hugging Face cache keeps what the directory links to.
+    All files are in the directory itself, or they are links into the blobs of the Hugging Face cache.
 
     Raises:
-        CoverageError: no weights, an index that cannot be read or names anything but a safetensors file beside it, a
-            file that is absent, or one that lies elsewhere.
+        CoverageError: there are no weights; the index cannot be read or lists anything but safetensors files of the
+            directory; a file is absent, or is a link to another place.
     """
     has_index = os.path.lexists(directory / INDEX_NAME)
     names = _indexed_names(directory) if has_index else sorted(file.name for file in directory.glob(f"*{SUFFIX}"))
@@ -33,7 +33,7 @@ def weight_files(directory: Path) -> list[Path]:
             "of another kind, copy it again"
         )
     for name in names:
-        # also false for links that lead nowhere
+        # also false for broken links
         if not os.path.isfile(directory / name):
             raise CoverageError(
                 f"{directory} lacks {name}, which is one of {len(names)} files of the checkpoint: copy the checkpoint "
@@ -45,10 +45,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def open_weights(file: Path, framework: str = "pt") -> Iterator[Any]:
-    """A safetensors file, opened; whatever is wrong with it is told in words.
+    """Open a safetensors file.
+
+    Args:
+        file: the file.
+        framework: the kind of tensors that it returns, ``pt`` for torch and ``np`` for NumPy.
 
     Raises:
-        CoverageError: it is absent, cut off or damaged.
+        CoverageError: the file is absent, cut off or damaged.
     """
     try:
         with safe_open(file, framework) as opened:
@@ -65,11 +69,11 @@ def _indexed_names(directory: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CoverageError(f"{INDEX_NAME} cannot be read (it has no weight_map): copy the checkpoint again")
     for name in weight_map.values():
-        # a path would lead out of the directory, and a file of another kind may be a pickle
+        # a path can lead out of the directory, and a file of another kind can be a pickle
         if not isinstance(name, str) or "/" in name or not name.isprintable() or not name.endswith(SUFFIX):
             raise CoverageError(
-                f"{INDEX_NAME} lists {short(name)}, where only names of {SUFFIX[1:]} files beside it may stand: copy "
-                "the checkpoint again, from a source that you trust"
+                f"{INDEX_NAME} lists {short(name)}, but only {SUFFIX[1:]} files in its own directory are allowed: "
+                "copy the checkpoint again, from a source that you trust"
             )
     return sorted(set(weight_map.values()))
 
@@ -77,7 +81,7 @@ def _indexed_names(directory: Path) -> list[str]:
 def _check_place(directory: Path, name: str) -> None:
     place = Path(os.path.realpath(directory / name))
     allowed = [Path(os.path.realpath(directory))]
-    # the layout of the Hugging Face cache: snapshots/REVISION/FILE links to blobs/HASH
+    # in the Hugging Face cache, snapshots/REVISION/FILE is a link to blobs/HASH
     snapshots = [parent.parent for parent in directory.absolute().parents if parent.name == "snapshots"]
     allowed += [Path(os.path.realpath(repository / "blobs")) for repository in snapshots]
     if not any(place.is_relative_to(parent) for parent in allowed):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.provenance import environment
-from moe_coverage_plugin.checkpoint.model_card import read_origin
-from moe_coverage_plugin.checkpoint.saving import PICTURES_NAME, PruningRecord
+from moe_coverage_plugin.checkpoint.origin import read_origin
+from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.files.scores import save_scores
-from moe_coverage_plugin.manifest import SCORES_NAME, Layout
+from moe_coverage_plugin.manifest import PICTURES_NAME, SCORES_NAME, Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 from moe_coverage_plugin.modifiers.plan import WidthPlan

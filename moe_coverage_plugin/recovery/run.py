@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,8 +24,9 @@ from moe_coverage_plugin.checkpoint.loading import load
 from moe_coverage_plugin.checkpoint.model_card import TRAINED_KEY
 from moe_coverage_plugin.checkpoint.saving import check_output, record_of
 from moe_coverage_plugin.files.atomic import check_place
+from moe_coverage_plugin.files.scores import copy_scores
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
-from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest, read_json
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest, read_json
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.nf4 import check_config, forget_quantization
 from moe_coverage_plugin.options import RecoveryOptions
@@ -338,8 +338,7 @@ def _record(
     def write(directory: Path) -> None:
         write_points(directory, recovered.points)
         draw_points(directory, recovered.points)
-        if (source.path / SCORES_NAME).is_file():
-            shutil.copyfile(source.path / SCORES_NAME, directory / SCORES_NAME)
+        copy_scores(source.path, directory)
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(directory)
 

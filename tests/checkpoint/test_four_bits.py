@@ -142,7 +142,7 @@ def test_biases_of_routers_keep_their_dtype(tmp_path):
 def test_padding_is_zero_in_each_half(tmp_path):
     """Case 7: gate and up are padded each by itself, and what is appended stands for exact zeros at finite scales."""
     output, _ = made(tmp_path, "qwen3_moe", layout="padded", quantize=True)
-    report = json.loads((output / REPORT_NAME).read_text())["blocks"]
+    report = json.loads((output / REPORT_NAME).read_text())["layers"]
     padded = 0
     for block in find_moe_layers(load(output)):
         for width, mlp in zip(report[block.name]["widths"], block.mlps, strict=True):

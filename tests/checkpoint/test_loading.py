@@ -335,7 +335,7 @@ def test_an_entry_that_is_no_mapping(damaged):
 
 def test_no_entry_and_no_checkpoint(qwen, tmp_path):
     for path in (qwen, tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CoverageError, match="is no pruned checkpoint"):
+        with pytest.raises(CoverageError, match="is not a pruned checkpoint"):
             load(path)
 
 

@@ -13,7 +13,8 @@ from huggingface_hub.repocard import RepoCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_coverage_plugin import Manifest, load
-from moe_coverage_plugin.checkpoint.model_card import CARD_NAME, Origin, read_origin, write_card
+from moe_coverage_plugin.checkpoint.model_card import write_card
+from moe_coverage_plugin.checkpoint.origin import CARD_NAME, Origin, read_origin
 from tests.checkpoint.runs import FP8, W4, config_json, prune, source, tensors
 
 QUANTIZERS = {"w4a16": W4, "decompressed": W4, "fp8": FP8}
@@ -83,12 +84,12 @@ def test_figures_are_those_of_the_files(checkpoint: Path) -> None:
     text, manifest = card(checkpoint), Manifest.from_checkpoint(checkpoint)
     assert manifest is not None
     widths = [width for layer in manifest.widths.values() for width in layer]
-    live, channels = [width for width in widths if width], len(widths) * 128
+    kept, channels = [width for width in widths if width], len(widths) * 128
     removed = f"{1 - sum(widths) / channels:.1%}"
     found = facts(text)
     assert found["expert channels"] == f"{sum(widths):,} of {channels:,} kept, {removed} removed"
-    assert found["width of an expert"].startswith(f"{min(live)} to {max(live)}, mean ")
-    assert found["experts"].startswith(f"{len(live)} of {len(widths)} live, {widths.count(0)} removed")
+    assert found["width of an expert"].startswith(f"{min(kept)} to {max(kept)}, mean ")
+    assert found["experts"].startswith(f"{len(kept)} of {len(widths)} kept, {widths.count(0)} removed")
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     before = sum(tensor.nbytes for tensor in AutoModelForCausalLM.from_pretrained(base_of(manifest)).parameters())
     assert found["size"] == f"{stored / 2**20:,.2f} MiB; {before / 2**20:,.2f} MiB before"
@@ -98,7 +99,7 @@ def test_figures_are_those_of_the_files(checkpoint: Path) -> None:
     assert found["weights"] == weights.get(bits, "float32, not quantized")
     assert found["activations"] == ("8 bits, float, by token; the rest float32" if bits == 8 else "not quantized")
     assert f"`base` with {removed} of the channels inside its experts removed" in text
-    assert ("what is left quantized" in text) == (bits < 16)
+    assert ("and the rest quantized" in text) == (bits < 16)
 
 
 def test_says_what_a_card_must_multiply(checkpoint: Path) -> None:
@@ -129,21 +130,21 @@ def test_its_code_runs(checkpoint: Path, qwen: Path, monkeypatch: Any, capsys: A
     monkeypatch.chdir(checkpoint.parent)
     text = card(checkpoint)
     if not any(checkpoint.glob("tokenizer*")):
-        assert "save the base model's beside them" in text
+        assert "save that of the base model beside them" in text
         AutoTokenizer.from_pretrained(qwen).save_pretrained(checkpoint)
     exec(compile(code(text, "python"), CARD_NAME, "exec"), {})
     assert capsys.readouterr().out.split()
 
 
 def test_the_licence_is_that_of_the_base(checkpoint: Path) -> None:
-    assert "the card says `apache-2.0`" in card(checkpoint)
+    assert "its card says `apache-2.0`" in card(checkpoint)
 
 
 def test_without_a_card_beside_the_base_it_says_so(tmp_path: Path) -> None:
     prune(source(tmp_path / "base"), tmp_path / "out")
     text = card(tmp_path / "out")
     assert "license" not in front_matter(text)
-    assert "No card beside it named one: add `license` and `base_model`" in text
+    assert "No card beside its weights names one: add `license` and `base_model`" in text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_card_that_is_there_is_left_alone(checkpoint: Path, tmp_path: Path) ->
     (tmp_path / CARD_NAME).write_text("mine")
     manifest = Manifest.from_checkpoint(checkpoint)
     assert manifest is not None
-    write_card(tmp_path, "name", manifest, {}, Origin(), quantized=False, open_to_all=False)
+    write_card(tmp_path, "name", manifest, {}, Origin(), quantized=False, loads_in_transformers=False)
     assert card(tmp_path) == "mine"
 
 
@@ -213,8 +214,8 @@ def test_provenance_of_a_stranger_is_no_markup(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text('{"dtype": "float32"}')
     manifest = Manifest("ragged", 128, {"experts": [64, 0]}, 64, provenance)
-    report = {"blocks": [1], "weight_bytes_before": "many"}
-    write_card(tmp_path, "name", manifest, report, Origin(), quantized=False, open_to_all=False)
+    report = {"layers": {"a": 1}, "weight_bytes_before": "many"}
+    write_card(tmp_path, "name", manifest, report, Origin(), quantized=False, loads_in_transformers=False)
     text = card(tmp_path)
     assert front_matter(text)["library_name"] == "vllm"
     assert "\n# heading" not in text

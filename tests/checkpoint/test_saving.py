@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.checkpoint.saving import check_output, write_entry
+from moe_coverage_plugin.checkpoint.entry import write_entry
+from moe_coverage_plugin.checkpoint.staging import check_output
 from moe_coverage_plugin.manifest import REPORT_NAME
 from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
 
@@ -101,7 +102,7 @@ def test_report_and_recipe_lie_beside(written):
     report = json.loads((output / REPORT_NAME).read_text())
     manifest = Manifest.from_checkpoint(output)
     assert manifest is not None
-    assert {name: block["widths"] for name, block in report["blocks"].items()} == manifest.widths
+    assert {name: layer["widths"] for name, layer in report["layers"].items()} == manifest.widths
     assert {"model", "recipe", "calibration_sha256", "versions", "torch_seed"} <= manifest.provenance.keys()
     recipe = yaml.safe_load((output / "recipe.yaml").read_text())
     named = {name for stage in recipe.values() for group in stage.values() for name in group}
@@ -269,7 +270,7 @@ MOUNTED = """
 import sys
 from pathlib import Path
 from moe_coverage_plugin import CoverageError
-from moe_coverage_plugin.checkpoint.saving import check_output
+from moe_coverage_plugin.checkpoint.staging import check_output
 try:
     check_output(Path(sys.argv[1]))
 except CoverageError as error:

@@ -39,10 +39,10 @@ def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, requ
         layer["name"]: layer["removed"] for layer in summary["layers"] if layer["removed"]
     } == manifest.removed_experts
     assert (summary["layout"], summary["provenance"]) == (manifest.layout, manifest.provenance)
-    blocks = json.loads((directory / REPORT_NAME).read_text())["blocks"]
+    reported = json.loads((directory / REPORT_NAME).read_text())["layers"]
     for layer in summary["layers"]:
-        assert layer["coverage"] == blocks[layer["name"]]["coverage"]
-        assert layer["tokens"] == blocks[layer["name"]]["tokens"]
+        assert layer["coverage"] == reported[layer["name"]]["coverage"]
+        assert layer["tokens"] == reported[layer["name"]]["tokens"]
     tensors = load_file(directory / WEIGHTS)
     experts = sum(tensor.nbytes for key, tensor in tensors.items() if ".mlp.experts." in key)
     everything = sum(tensor.nbytes for tensor in tensors.values())
@@ -77,7 +77,7 @@ def test_degrees_of_quantized_experts_of_one_width(script: Any, tmp_path: Path, 
     # o_proj has 4 heads of 64 as input, experts 128 channels, both in groups of 64
     assert summary["tensor_parallel"]["legal"] == [1, 2]
     assert summary["tensor_parallel"]["blocked"]["4"] == [
-        "32 channels of the experts on each rank are no multiple of the group size 64"
+        "32 channels of the experts on each rank are not a multiple of the group size 64"
     ]
 
 
@@ -88,8 +88,8 @@ def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path
     # groups of ragged experts are dealt to ranks, the 6 of the shared expert and the 2 of o_proj are not
     assert summary["tensor_parallel"]["legal"] == [1, 2]
     assert summary["tensor_parallel"]["blocked"]["4"] == [
-        "32 channels of the attention output on each rank are no multiple of the group size 64",
-        "96 channels of the shared expert on each rank are no multiple of the group size 64",
+        "32 channels of the attention output on each rank are not a multiple of the group size 64",
+        "96 channels of the shared expert on each rank are not a multiple of the group size 64",
     ]
 
 
@@ -153,7 +153,7 @@ def test_without_a_report_says_so(script: Any, copy: Path, tmp_path: Path) -> No
     assert f"note: no {REPORT_NAME}, so coverage and calibration tokens are unknown" in done.out
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"blocks": 3}', '{"blocks": {"a": {}}}', '{"blocks": {"a": 1}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"layers": 3}', '{"layers": {"a": {}}}', '{"layers": {"a": 1}}'])
 def test_a_report_that_does_not_fit_is_left_out(script: Any, copy: Path, text: str) -> None:
     (copy / REPORT_NAME).write_text(text)
     done = script("inspect", copy)
@@ -163,7 +163,7 @@ def test_a_report_that_does_not_fit_is_left_out(script: Any, copy: Path, text: s
 
 def test_a_report_of_other_widths_is_left_out(script: Any, copy: Path) -> None:
     report = json.loads((copy / REPORT_NAME).read_text())
-    next(iter(report["blocks"].values()))["widths"][0] += 64
+    next(iter(report["layers"].values()))["widths"][0] += 64
     (copy / REPORT_NAME).write_text(json.dumps(report))
     assert f"{REPORT_NAME} is damaged or of another checkpoint" in script("inspect", copy).out
 
@@ -178,12 +178,12 @@ def test_directories_without_our_entry_are_refused(refusal: Any, source: Path, t
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda _: "[]", "holds no JSON object"),
+        (lambda _: "[]", "is not a JSON object"),
         (lambda _: "{", "cannot be read"),
         (lambda config: json.dumps(config | {"quantization_config": "W4A16"}), "is damaged"),
         (lambda config: json.dumps(config | {"text_config": 3}), "is damaged"),
         (lambda config: edited(config, config_groups=3), "is damaged"),
-        (lambda config: edited(config, moe_coverage=3), "is no mapping"),
+        (lambda config: edited(config, moe_coverage=3), "is not a mapping"),
         (lambda config: edited(config, moe_coverage=entry(config) | {"version": 2}), "schema version 2"),
         (lambda config: edited(config, moe_coverage=entry(config) | {"widths": {"a": []}}), "a layer without experts"),
         (lambda config: json.dumps({**config, "hidden_size": None}), "hidden_size None"),
@@ -269,8 +269,8 @@ def test_no_damaged_bytes_end_in_a_traceback(script: Any, pruned: Path, copy: Pa
 
 
 def test_names_of_files_are_those_that_are_written(copy: Path) -> None:
-    assert (REPORT_NAME, SCORES_NAME) == ("moe_coverage_report.json", "moe_coverage_scores.bin")
-    assert {REPORT_NAME, SCORES_NAME} <= {file.name for file in copy.iterdir()}
+    assert (REPORT_NAME, SCORES_NAME) == ("moe_coverage_report.json", "moe_coverage/scores.safetensors")
+    assert {REPORT_NAME, SCORES_NAME} <= {str(file.relative_to(copy)) for file in copy.rglob("*")}
 
 
 def test_loads_no_weight(script: Any, copy: Path) -> None:

@@ -18,6 +18,7 @@ from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, Lay
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.core.smoothing import Smoothing
 from moe_coverage_plugin.files.scores import load_scores, save_scores
+from moe_coverage_plugin.manifest import SCORES_NAME
 
 # the options of harness.pruning()
 AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")
@@ -26,7 +27,7 @@ AS_ALIGNED = ("--strategy", "hamilton", "--block-size", 64, "--min-width", 64)
 
 @pytest.fixture
 def scores(pruned: Path) -> Path:
-    return pruned / "moe_coverage_scores.bin"
+    return pruned / SCORES_NAME
 
 
 def planned(script: Any, tmp_path: Path, *arguments: object) -> dict[str, Any]:
@@ -42,9 +43,9 @@ def test_shows_the_plan_that_a_run_made(script: Any, pruned: Path, scores: Path,
     assert {layer["name"]: layer["widths"] for layer in summary["layers"]} == manifest.widths
     report = json.loads((pruned / "moe_coverage_report.json").read_text())
     for layer in summary["layers"]:
-        block = report["blocks"][layer["name"]]
-        assert layer["tokens"] == block["tokens"]
-        assert layer["coverage"] == pytest.approx(block["coverage"], rel=1e-12)
+        reported = report["layers"][layer["name"]]
+        assert layer["tokens"] == reported["tokens"]
+        assert layer["coverage"] == pytest.approx(reported["coverage"], rel=1e-12)
     assert summary["totals"]["unspent"] == report["plan"]["unspent_channels"]
     assert [layer["budget"] for layer in summary["layers"]] == report["plan"]["budgets_L"]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from moe_coverage_plugin.manifest import SCORES_NAME
+
 # as where vLLM is installed and the toolkit is not
 BLOCKED = ("llmcompressor", "compressed_tensors", "transformers", "accelerate", "matplotlib", "jinja2", "tabulate")
 SERVING = f"""
@@ -65,7 +67,7 @@ def test_help_says_which_command_when(script: Any, capsys: Any) -> None:
 
 
 def test_plans_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
-    arguments = ("plan", pruned / "moe_coverage_scores.bin", "--sparsity", 0.5)
+    arguments = ("plan", pruned / SCORES_NAME, "--sparsity", 0.5)
     done = serving(*arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout == script(*arguments).out

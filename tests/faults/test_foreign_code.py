@@ -139,7 +139,7 @@ def test_a_pickle_in_the_place_of_weights(copy: Path, marker: Path, capsys: pyte
         status, printed = inspect(copy, capsys)
         assert (status, "holds no weights" in printed) == (2, True)
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CoverageError, match=r"lists 'pytorch_model\.bin', where only names of safetensors files"):
+    with pytest.raises(CoverageError, match=r"lists 'pytorch_model\.bin', but only safetensors files"):
         load(copy)
     assert inspect(copy, capsys)[0] == 2
     assert not marker.exists()
@@ -186,12 +186,10 @@ OPENED = {
     "recovery/run.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     # the toolkit's name for what a config says of experts
     "modeling/moe_layers.py": {"MoEConfig.from_config": False},
-    "checkpoint/loading.py": {
-        "AutoConfig.from_pretrained": True,
-        "factory.from_config": True,
-        # has no code to run
-        "GenerationConfig.from_pretrained": False,
-    },
+    "checkpoint/model_config.py": {"AutoConfig.from_pretrained": True},
+    "checkpoint/skeleton.py": {"factory.from_config": True},
+    # has no code to run
+    "checkpoint/loading.py": {"GenerationConfig.from_pretrained": False},
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_coverage_plugin import CoverageError, load
-from moe_coverage_plugin.checkpoint.saving import check_output, staged
+from moe_coverage_plugin.checkpoint.staging import check_output, staged
 from moe_coverage_plugin.files.atomic import in_use, remove_leftovers, write_atomically
 
 WRITER = """
@@ -92,7 +92,7 @@ def test_what_is_left_of_a_staged_directory_has_no_config(tmp_path: Path) -> Non
     (left,) = tmp_path.iterdir()
     assert (left / "model.safetensors").exists()
     assert not (left / "config.json").exists()
-    with pytest.raises(CoverageError, match="is no pruned checkpoint"):
+    with pytest.raises(CoverageError, match="is not a pruned checkpoint"):
         load(left)
 
 

@@ -215,12 +215,12 @@ def test_a_forged_file_without_damage_is_read(real_file: Path, tmp_path: Path) -
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], Any]
 FORGERIES: dict[str, tuple[Change, str]] = {
-    "other version": (lambda _, metadata: metadata.update(schema_version="2"), "has schema version '2'"),
+    "other version": (lambda _, metadata: metadata.update(schema_version="3"), "has schema version '3'"),
     "no version": (lambda _, metadata: metadata.pop("schema_version"), "has schema version None"),
     "foreign": (lambda _, metadata: metadata.clear(), "holds no scores"),
     "no checksum": (lambda _, metadata: metadata.pop("sha256"), "has no checksum"),
     "empty checksum": (lambda _, metadata: metadata.update(sha256=""), "has no checksum"),
-    "names no JSON": (lambda _, metadata: metadata.update(names="[1"), "names that are no JSON"),
+    "names no JSON": (lambda _, metadata: metadata.update(names="[1"), "names that are not JSON"),
     "names of numbers": (lambda _, metadata: metadata.update(names="[1, 2]"), "does not name its layers"),
     "names twice": (lambda _, metadata: metadata.update(names='["a", "a"]'), "does not name its layers"),
     "names of no list": (lambda _, metadata: metadata.update(names='{"a": 1}'), "names of the wrong type"),
@@ -235,7 +235,7 @@ FORGERIES: dict[str, tuple[Change, str]] = {
     "no provenance": (lambda _, metadata: metadata.pop("provenance"), "provenance of the wrong type"),
     "provenance endless": (
         lambda _, metadata: metadata.update(provenance="[" * 200_000),
-        "provenance that are no JSON",
+        "provenance that are not JSON",
     ),
     "missing tensor": (lambda tensors, _: tensors.pop("tokens_LE"), "tokens_LE"),
     "extra tensor": (lambda tensors, _: tensors.update(extra=torch.ones(1)), "extra"),

@@ -1,0 +1,56 @@
+"""Writes the manifest into ``config.json``, so that stock programs load a checkpoint correctly or stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
+from moe_coverage_plugin.files.atomic import write_atomically
+from moe_coverage_plugin.manifest import CONFIG_KEY, Layout, Manifest
+
+STATUS_KEY = "quantization_status"
+UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+
+
+def loads_in_transformers(layout: Layout, quantized: bool, single_experts: bool) -> bool:
+    """Return whether stock transformers loads a checkpoint.
+
+    Args:
+        layout: how experts are stored.
+        quantized: some weights are quantized, which transformers decompresses for some families only.
+        single_experts: transformers looks for single experts of this family, as our checkpoints have them.
+    """
+    return layout != "ragged" and not quantized and single_experts
+
+
+def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_experts: bool = True) -> None:
+    """Add the manifest to ``config.json``, and declare a width at which stock engines load the weights or stop.
+
+    The toolkit writes the file from that of the source model, so this must run after it. The file is replaced
+    atomically.
+
+    Args:
+        directory: the checkpoint.
+        manifest: widths of all experts.
+        quantized: some weights are quantized.
+        single_experts: stock transformers looks for single experts of this family, and so stops at a width that is not
+            the declared one. For other families a quantized checkpoint gets a quantization status that stops
+            transformers; engines do not read it.
+    """
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    # a file inherited from the source model can have a quantization or a manifest that is not of these weights
+    quantization = config.pop("quantization_config", None) if quantized else dict(UNQUANTIZED)
+    config.pop(CONFIG_KEY, None)
+    if loads_in_transformers(manifest.layout, quantized, single_experts):
+        # transformers opens no quantization_config that quantizes nothing
+        config[CONFIG_KEY] = manifest.to_entry()
+    else:
+        assert quantization is not None, "the toolkit describes what it quantized"
+        status = {STATUS_KEY: CONFIG_KEY} if quantized and not single_experts else {}
+        config["quantization_config"] = quantization | status | {CONFIG_KEY: manifest.to_entry()}
+    text_config = config.get("text_config", config)
+    width_key = next(key for key in WIDTH_KEYS if key in text_config)
+    text_config[width_key] = manifest.declared_width
+    write_atomically(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
