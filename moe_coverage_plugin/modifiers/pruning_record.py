@@ -82,9 +82,9 @@ def _view(plan: WidthPlan, widths_LE: Tensor, provenance: dict[str, Any], model:
         intermediate_size=scores.channels_LEI.shape[-1],
         widths_LE=widths_LE,
         channels_LEI=scores.channels_LEI,
-        expert_prior_LE=_telling(plan.notes["prior_LE"]),
+        expert_prior_LE=torch.tensor(plan.notes["prior_LE"], dtype=torch.float64),
         layer_loss_L=scores.layer_loss_L,
-        layer_prior_L=_telling(plan.notes["layer_prior_L"]),
+        layer_prior_L=torch.tensor(plan.notes["layer_prior_L"], dtype=torch.float64),
         tokens_LE=scores.tokens_LE,
         title=f"{summary.model}, {removed}" if summary.model else removed,
         summary=summary,
@@ -102,12 +102,6 @@ def _recipe_of_run() -> str:
     run = running_oneshot()
     recipe: Any = run.recipe if run is not None else None
     return Path(recipe).stem if isinstance(recipe, str) and recipe.endswith((".yaml", ".yml")) else ""
-
-
-def _telling(prior: list[Any]) -> Tensor | None:
-    """An importance to draw; ``None`` where it is the same for all, because the plan did not weigh by it."""
-    values = torch.tensor(prior, dtype=torch.float64)
-    return values if bool((values != values.flatten()[0]).any()) else None
 
 
 def _draw(view: PlanView, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ def write_report(view: PlanView, directory: str | Path) -> None:
         CoverageError: a file cannot be written.
     """
     directory = Path(directory)
+    # a prior that is the same for all did not influence the plan
+    view = replace(
+        view, expert_prior_LE=_unless_equal(view.expert_prior_LE), layer_prior_L=_unless_equal(view.layer_prior_L)
+    )
     write_atomically(directory / "widths.png", style.png(width_figure(view)))
     result = verdict(view)
     page = render(
@@ -52,6 +57,10 @@ def write_report(view: PlanView, directory: str | Path) -> None:
         data=_plan_data(view, result),
     )
     write_atomically(directory / PAGE_NAME, page.encode())
+
+
+def _unless_equal(prior: Tensor | None) -> Tensor | None:
+    return None if prior is None or bool((prior == prior.flatten()[0]).all()) else prior
 
 
 def _figures(view: PlanView) -> list[_Figure]:

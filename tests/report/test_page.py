@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -109,6 +110,13 @@ def test_page_leaves_out_what_is_not_known(bare_view, tmp_path: Path) -> None:
     assert page.inside("button") == ["layer", "experts kept", "channels kept"]
     assert "fewer than 32 calibration tokens" not in page.inside("option")
     assert "Details" not in page.inside("h2")
+
+
+def test_priors_that_are_equal_for_all_are_left_out(make_view, tmp_path: Path) -> None:
+    write_report(make_view(expert_prior_LE=torch.ones(3, 8), layer_prior_L=torch.ones(3)), tmp_path)
+    page = Page(tmp_path / "index.html")
+    assert page.plan["prior"] is None
+    assert "prior" not in page.inside("button")
 
 
 def test_growth_is_not_hidden(make_view, tmp_path: Path) -> None:
