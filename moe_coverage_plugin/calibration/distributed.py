@@ -1,4 +1,4 @@
-"""Statistics of data-parallel ranks, each of which saw its own part of the calibration set."""
+"""Exchanges statistics between data-parallel ranks, each of which calibrates on its own part of the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def gather_over_ranks(value: T) -> list[T]:
-    """The values of all ranks in their order, on every rank; without a process group the one there is."""
+    """The values of all ranks in rank order, on every rank; without a process group only the given value."""
     if not is_distributed():
         return [value]
     group = _cpu_group()
@@ -26,9 +26,10 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sum CPU tensors over all ranks, in place; every rank ends with the source rank's bits.
+    """Sum CPU tensors over all ranks, in place.
 
-    Reduced to one rank and broadcast, so that all ranks take the same decisions. Without a process group: unchanged.
+    Sums are computed on the source rank and broadcast, so that all ranks have equal bits and decide alike. Without a
+    process group the tensors are unchanged.
     """
     if not is_distributed():
         return tensors

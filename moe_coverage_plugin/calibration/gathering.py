@@ -1,4 +1,4 @@
-"""Turns what the observers of all layers and ranks have seen into scores."""
+"""Turns the statistics of all layers and ranks into scores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def gather_scores(
     """Sum the statistics of all observers over all ranks and turn them into scores.
 
     Args:
-        gradients: one for each of ``observers``, or none where no gradient was asked for.
+        observers: one for each MoE layer, in layer order.
+        gradients: one for each of ``observers``, or none if no metric needs gradients.
+        layer_loss_L: importance of the layers, if it was measured.
     """
     for observer in observers:
         assert observer.sums, f"{observer.layer.name} saw no batch"
     sums_L = [sum_over_ranks({name: total.cpu() for name, total in observer.sums.items()}) for observer in observers]
     gradient_sums_L = [sum_over_ranks(gradient.sums) for gradient in gradients]
-    # after the exchange, so that all ranks refuse together and none waits for another
+    # after the exchange, so that all ranks raise together and none waits for another
     for observer, sums in zip(observers, sums_L, strict=True):
         observer.check_finite(sums)
     metric = observers[0].metric
@@ -40,7 +42,7 @@ def gather_scores(
         names=[observer.layer.name for observer in observers],
         top_k=[observer.layer.top_k for observer in observers],
         channel_metric=metric,
-        # those of one rank: what `obs` makes of equal sums may differ by a bit between kinds of devices
+        # those of one rank: scores of `obs` from equal sums may differ in the last bit between kinds of devices
         channels_LEI=gather_over_ranks(torch.stack(channels))[0],
         first_order_LE=torch.stack([sums["first_order_E"] for sums in sums_L]),
         second_order_LE=torch.stack([sums["second_order_E"] for sums in sums_L]),

@@ -1,4 +1,4 @@
-"""Collects, for one MoE layer, what the gradient of the model's loss says about its channels and experts."""
+"""Statistics of one MoE layer from gradients of the model's loss: scores of channels, importance of experts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from moe_coverage_plugin.options import ChannelMetric
 
 
 def obs_bytes(experts: int, channels: int) -> int:
-    """CPU memory that ``obs`` takes for a layer of a model in 32 or 16 bit."""
+    """Bytes of CPU memory that ``obs`` needs for one layer of a model in 32 or 16 bits."""
     return 2 * 4 * experts * channels**2
 
 
 class GradientObserver:
-    """Running sums of one layer over the gradients at its experts.
+    """Running sums of one layer over gradients at its experts.
 
-    Remembers the values that the experts computed, and adds to its sums when their gradients arrive. For ``obs`` they
-    are two matrices of every expert, ``2 * E * I * I * 4`` bytes of CPU memory for each layer until the pass ends:
+    It keeps the values that the experts computed, and adds to its sums when their gradients arrive. For ``obs`` the
+    sums are two matrices per expert, ``2 * E * I * I * 4`` bytes of CPU memory for each layer until the pass ends:
     29 GB for 48 layers of 128 experts with 768 channels. Float64 models take twice that.
     """
 
@@ -46,7 +46,7 @@ class GradientObserver:
         self.layer = layer
         self.metric: ChannelMetric = metric
         experts, channels = uniform_shape([layer])
-        # the paper's metrics look at every projection, ours at the input of down_proj
+        # the paper's metrics use every projection, fisher and obs the input of down_proj
         every = list(projections(layer.mlps[0]))
         self._projections = every if metric in ("gradient", "activation_gradient", "snip") else ["down_proj"]
         self.sums = {"nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64)}
@@ -58,7 +58,7 @@ class GradientObserver:
         self._output_grad_MH: Tensor | None = None
 
     def _no_interactions(self, experts: int, channels: int) -> dict[str, Tensor]:
-        # on every rank alike, also on one that no gradient reaches: ranks add these up
+        # also on a rank without any gradient, because ranks exchange these sums
         dtype = torch.promote_types(projections(self.layer.mlps[0])["down_proj"].weight.dtype, torch.float32)
         return {
             "gram_EII": torch.zeros(experts, channels, channels, dtype=dtype),
@@ -67,10 +67,10 @@ class GradientObserver:
         }
 
     def observe(self, trace: ExpertTrace) -> None:
-        """Wait for the gradients of what the experts computed."""
+        """Register hooks on the values of a batch that wait for their gradients."""
         if not trace.a_MI.requires_grad:
             return
-        # hooks hold values without their graph, which would hold the hooks in turn
+        # hooks keep detached values: a graph would keep the hooks in turn
         lengths_E = trace.routing.lengths_E
         if self.metric == "snip" or self._has_bias:
             trace.z_MH.register_hook(self._on_output_grad)
@@ -110,7 +110,7 @@ class GradientObserver:
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
 
     def _on_interactions(self, routing: Routing, a_MI: Tensor, grad_MI: Tensor) -> None:
-        """Add to the matrices at once: those of all layers for one batch would not fit where the experts compute."""
+        """Add to the matrices immediately: on the device there is no room for those of all layers of one batch."""
         lengths = routing.real_lengths_E.tolist()
         rows = (routing.real(rows_M).split(lengths) for rows_M in (a_MI, routing.routing_weights_M, grad_MI))
         for index, (a_MI, routing_weight_M, grad_MI) in enumerate(zip(*rows, strict=True)):
@@ -148,10 +148,10 @@ class GradientObserver:
         return torch.stack(scores)
 
     def end_batch(self, predicted: bool) -> None:
-        """Add what the batch brought.
+        """Add the sums of the batch.
 
         Args:
-            predicted: the loss of the batch is of any token, so that it has a gradient at the experts.
+            predicted: whether any token of the batch is predicted, so that there are gradients.
         """
         assert not predicted or "nll" in self._batch, f"no gradient of the loss arrived at {self.layer.name}"
         for name, sums in self._batch.items():

@@ -1,4 +1,4 @@
-"""Collects what the reconstruction of ``down_proj`` needs: Gram matrices of the channels of every expert."""
+"""Gram matrices of the channels of every expert, from which ``down_proj`` is reconstructed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
 
 class GramObserver:
-    """Running Gram matrices of one layer, ``sum_t g^2 A A^T`` over the routed and real tokens of each expert.
+    """Running Gram matrices of one layer, ``sum_t g^2 A A^T`` over each expert's routed tokens without padding.
 
-    They take ``E * I * I * 4`` bytes where the experts compute, so an observer is read and dropped as soon as its
-    layer has seen every batch.
+    They take ``E * I * I * 4`` bytes on the device of the experts, so an observer is deleted as soon as its layer has
+    computed every batch.
     """
 
     def __init__(self, layer: MoELayer):
         self.layer = layer
-        self.began = False
+        self.has_batches = False
         self._grams: dict[int, Tensor] = {}
 
     def observe(self, trace: ExpertTrace) -> None:
-        """What the experts computed for a batch."""
-        self.began = True
+        """Add a batch."""
+        self.has_batches = True
         routing = trace.routing
         lengths = routing.real_lengths_E.tolist()
         activations = routing.real(trace.a_MI).split(lengths)
@@ -39,7 +39,7 @@ class GramObserver:
                 self._grams[index] = self._grams[index].add_(added_II) if index in self._grams else added_II
 
     def grams(self) -> Mapping[int, Tensor]:
-        """Gram matrices ``[I, I]`` by expert, those of all ranks added; experts that no token reached have none.
+        """Gram matrices ``[I, I]`` by expert, summed over all ranks; experts without tokens have none.
 
         Raises:
             CoverageError: activations that are NaN or infinite.

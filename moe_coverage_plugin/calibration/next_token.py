@@ -1,4 +1,4 @@
-"""The loss that importance is measured by: next-token prediction, without padding and masked prompts."""
+"""Next-token loss without padding and masked prompts, and its gradient: what importance is measured by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.manifest import CoverageError
 
 IGNORED = -100
-# positions whose logits are widened to float32 at a time
+# tokens whose logits are converted to float32 at a time
 CHUNK_POSITIONS = 2048
 
 
@@ -24,8 +24,8 @@ class LossGradient(NamedTuple):
 
     Attributes:
         loss: float64 scalar, nats.
-        tokens: how many losses were added.
-        logits_grad_BSV: ``dloss/dlogits`` in the dtype of the logits; zero where nothing is predicted.
+        tokens: number of predicted tokens.
+        logits_grad_BSV: ``dloss/dlogits`` in the dtype of the logits; zero at positions that predict nothing.
     """
 
     loss: Tensor
@@ -34,16 +34,16 @@ class LossGradient(NamedTuple):
 
 
 def model_inputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Token ids and attention mask of a batch, where the model computes."""
+    """Token ids and attention mask of a batch, on the device that the model computes on."""
     device = get_execution_device(model)
     return {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if batch.get(key) is not None}
 
 
 def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """``[B, S]`` int64: the token after each position, ``-100`` where it does not count.
+    """``[B, S]`` int64: the token after each position, ``-100`` if it does not count.
 
-    Not counted are padding, what padding on the left would predict, the position after the last, and, where the batch
-    has ``labels``, tokens whose label is ``-100`` (a prompt, for instance).
+    These do not count: padding, tokens after padding on the left, the position after the last, and, if the batch has
+    ``labels``, tokens whose label is ``-100`` (a prompt, for instance).
     """
     labels = batch.get("labels")
     target_BS = (batch["input_ids"] if labels is None else labels).long()
@@ -55,26 +55,27 @@ def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def check_predicted(batches: Iterable[Mapping[str, Tensor]], which: str, measured: str) -> None:
-    """Refuse batches whose loss would be that of no token, on whatever rank.
+    """Check that the batches of any rank have a token to predict.
 
     Args:
-        which: what the batches are, for the message.
-        measured: options that ask for what the loss is needed for, for the message.
+        batches: model inputs.
+        which: noun phrase for the batches, for the message.
+        measured: the options that need the loss, for the message.
 
     Raises:
-        CoverageError: as said, on all ranks alike.
+        CoverageError: no token is predicted on any rank; raised on all ranks.
     """
     predicted = sum(int((next_tokens(batch) != IGNORED).sum()) for batch in batches)
     if not any(gather_over_ranks(predicted)):
         raise CoverageError(
             f"{which} have no token for the model to predict, so {measured} would measure nothing: pass samples of at "
-            "least two tokens that are no padding, of which not all labels are -100, or choose what needs no loss "
+            "least two tokens without padding, not all with label -100, or choose options that need no loss "
             "(channel_metric='activation', expert_importance='first_order', layer_noise=None)"
         )
 
 
 def next_token_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Sum of the next-token losses of a batch (float64 scalar, nats) and how many there are."""
+    """Sum of the next-token losses of a batch (float64 scalar, nats) and their number."""
     logits_BSV = model(**model_inputs(model, batch)).logits
     targets_BS = next_tokens(batch).to(logits_BSV.device)
     losses = cross_entropy(
@@ -84,10 +85,10 @@ def next_token_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tupl
 
 
 def check_loss(loss: Tensor) -> None:
-    """Refuse a loss that is no number.
+    """Check that a loss is finite.
 
     Raises:
-        CoverageError: as said.
+        CoverageError: it is NaN or infinite.
     """
     if not bool(torch.isfinite(loss)):
         raise CoverageError(
@@ -98,7 +99,10 @@ def check_loss(loss: Tensor) -> None:
 
 @torch.no_grad()
 def loss_gradient(logits_BSV: Tensor, targets_BS: Tensor) -> LossGradient:
-    """Loss and ``softmax(logits) - one_hot(target)``, in pieces: float32 logits of a whole batch would not fit."""
+    """Loss and its gradient ``softmax(logits) - one_hot(target)``, computed in chunks.
+
+    Logits of a whole batch in float32 would not fit.
+    """
     logits_TV, targets_T = logits_BSV.detach().flatten(0, 1), targets_BS.to(logits_BSV.device).flatten()
     grad_TV = torch.zeros_like(logits_TV)
     loss = torch.zeros((), dtype=torch.float64, device=logits_TV.device)

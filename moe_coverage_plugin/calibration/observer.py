@@ -1,4 +1,4 @@
-"""Collects the statistics of one MoE layer that need no gradient, over routed and real tokens only."""
+"""Statistics of one MoE layer that need no gradient, over routed tokens without padding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from moe_coverage_plugin.options import GRADIENT_METRICS, ChannelMetric
 class LayerObserver:
     """Running sums of one layer: tokens and routing weights, squares of channels, contributions of experts.
 
-    Within a batch :meth:`observe` sees what the experts computed, then :meth:`on_output` the layer's answer.
+    In each batch :meth:`observe` is called with the values inside the experts, then :meth:`on_output` with the output
+    of the layer.
     """
 
     def __init__(self, layer: MoELayer, metric: ChannelMetric, ema: float | None):
-        """
+        """Create an observer without sums.
+
         Args:
-            metric: the sums that a gradient metric needs are not this observer's.
+            layer: the layer to observe.
+            metric: for metrics from gradients this observer keeps no sums of channels.
             ema: decay of an exponential moving average of the batch sums; ``None`` adds them.
         """
         self.layer = layer
@@ -45,7 +48,7 @@ class LayerObserver:
         self._trace: ExpertTrace | None = None
 
     def observe(self, trace: ExpertTrace) -> None:
-        """What the experts computed for a batch."""
+        """Compute the sums of a batch from the values inside the experts."""
         routing = trace.routing
         self._trace = trace
         routing_weights_M = routing.real(routing.routing_weights_M)
@@ -59,7 +62,7 @@ class LayerObserver:
             self._batch["input_sums_EH"] = segment_sums(squares(routing.real(trace.x_MH)), routing.real_lengths_E)
 
     def on_output(self, _module: Module, _args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """Forward hook of the whole layer: its output ``y`` completes the batch."""
+        """Forward hook of the layer: add the contributions of experts to its output ``y``."""
         y = output[0] if isinstance(output, tuple) else output
         y_TH = y.detach().reshape(-1, y.shape[-1])
         assert self._trace is not None
@@ -72,10 +75,10 @@ class LayerObserver:
         self._trace = None
 
     def end_batch(self) -> None:
-        """Add what the batch brought.
+        """Add the sums of the batch.
 
         Raises:
-            CoverageError: activations that are no numbers, naming the layer and its first such expert.
+            CoverageError: activations are NaN or infinite; the message names the layer and its first such expert.
         """
         sums, self._batch = self._batch, {}
         assert sums, f"{self.layer.name} saw no batch"
@@ -93,10 +96,10 @@ class LayerObserver:
             self.sums[name] = torch.where(_like(reached_E, batch), averaged, total)
 
     def check_finite(self, sums: Mapping[str, Tensor]) -> None:
-        """Refuse sums over activations that are no numbers.
+        """Check that sums over activations are finite.
 
         Raises:
-            CoverageError: naming the layer and its first such expert.
+            CoverageError: they are not; the message names the layer and its first such expert.
         """
         for name in ("channel_sums_EI", "second_order_E"):
             if name in sums and not bool(torch.isfinite(sums[name]).all()):
@@ -120,7 +123,11 @@ class LayerObserver:
 
 
 def non_finite_activations(culprit: str) -> CoverageError:
-    """The refusal of an expert whose activations are no numbers."""
+    """The error for an expert whose activations are NaN or infinite.
+
+    Args:
+        culprit: the expert, for the message.
+    """
     return CoverageError(
         f"{culprit} has NaN or infinite activations on the calibration set: check its weights, and calibrate in a "
         "dtype with enough range (bfloat16 rather than float16)"
@@ -128,7 +135,7 @@ def non_finite_activations(culprit: str) -> CoverageError:
 
 
 def expert_weights(mlp: ExpertMLP) -> ExpertWeights:
-    """Copies of an expert's weights and biases, on the CPU where they are offloaded."""
+    """Copies of an expert's weights and biases; those of an offloaded expert are on the CPU."""
     linears = [getattr(mlp, name) for name in PROJECTIONS]
     weights, biases = [], []
     for linear in linears:

@@ -1,9 +1,8 @@
-"""What scores were measured on and with, and whether kept ones belong to a model."""
+"""Where scores come from (versions, seed, model), and whether stored scores belong to a model."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from compressed_tensors.utils import align_module_device
 
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, uniform_shape
 
@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
 
 
 def routers_hash(layers: Sequence[MoELayer]) -> str:
-    """Hash of the routers' weights, which tells models of one shape apart; the same in 16 and in 32 bit."""
+    """Hash of the routers' weights, which distinguishes models of one shape; equal in 16 and 32 bits."""
     digest = hashlib.sha256()
     for layer in layers:
         for module in layer.router.modules():
@@ -41,10 +41,16 @@ def routers_hash(layers: Sequence[MoELayer]) -> str:
 def check_scores(
     path: str, scores: AttributionScores, provenance: Mapping[str, Any], layers: Sequence[MoELayer]
 ) -> None:
-    """Refuse kept scores that were not measured on these experts.
+    """Check that stored scores were measured on these experts.
+
+    Args:
+        path: file of the scores, for messages.
+        scores: its scores.
+        provenance: its provenance.
+        layers: the layers to prune.
 
     Raises:
-        CoverageError: other layers, another shape, or another model.
+        CoverageError: they are of other layers, another shape, or another model.
     """
     names = [layer.name for layer in layers]
     if scores.names != names:
@@ -67,10 +73,11 @@ def check_scores(
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written at the end of a run.
+    """Check that a file can be written at the end of a run; directories are created as needed.
 
     Raises:
-        CoverageError: it is a directory, or the directory that it lies in is absent or not writable.
+        CoverageError: it is a directory, or nothing can be created at its place.
     """
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise CoverageError(f"{path} cannot be written: name a file in a directory that exists and is writable")
+    if path.is_dir():
+        raise CoverageError(f"{path} cannot be written because it is a directory: name a file")
+    check_place(path)

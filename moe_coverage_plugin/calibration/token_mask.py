@@ -1,4 +1,4 @@
-"""Which tokens of a calibration batch are real. Pipelines hand experts a flat run of tokens, without the mask."""
+"""Finds the padding of calibration batches inside the toolkit's pipelines, which pass tokens without a mask."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moe_coverage_plugin.manifest import CoverageError
 
 
 class TokenMask:
-    """Finds the padding of the batch in flight by its token ids.
+    """Finds the padding of the current batch by its token ids.
 
-    A pipeline may run the layers one after another over all batches, in an order of its own and from cached
-    activations, so the mask is looked up once, where the ids enter the model, and remembered under the batch's number.
-    Samples are looked up one by one: a shuffling loader deals other batches every time it is read.
+    A pipeline may run the layers one after another over all batches, from cached activations. So the mask is looked up
+    when the ids enter the model, and stored under the number of the batch. Samples are looked up one by one, because a
+    shuffling loader forms other batches every time it is read.
     """
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):
@@ -40,7 +40,7 @@ class TokenMask:
         """Forward pre-hook of the input embedding.
 
         Raises:
-            CoverageError: a sample is not among those that were announced, so its padding is unknown.
+            CoverageError: a sample was not among the batches given before, so its padding is unknown.
         """
         if not self._by_sample:
             return
@@ -54,7 +54,7 @@ class TokenMask:
         self._by_batch[batch_index] = torch.cat(known)
 
     def of(self, batch_index: int, tokens: int) -> Tensor | None:
-        """Bool mask ``[tokens]`` of the real tokens of a batch; ``None``: all of them."""
+        """Bool mask ``[T]`` of the tokens of a batch that are not padding; ``None`` if none is padding."""
         mask = self._by_batch.get(batch_index)
         assert mask is None or mask.numel() == tokens, (
             f"batch {batch_index} has {tokens} tokens, its mask {mask.numel()}"
@@ -67,15 +67,15 @@ def _fingerprint(input_ids: Tensor) -> bytes:
 
 
 def data_hash(batches: Iterable[Mapping[str, Any]]) -> str:
-    """Hash of a calibration set's token ids, whatever the order of its samples and the ranks that hold them.
+    """Hash of a calibration set's token ids, independent of the order of samples and of the number of ranks.
 
     Raises:
-        CoverageError: two ranks hold the same samples, which would count twice.
+        CoverageError: two ranks have the same samples, which would count twice.
     """
     samples = sorted(_fingerprint(ids_S) for batch in batches for ids_S in batch["input_ids"])
     ranks = gather_over_ranks(samples)
     if len({tuple(samples) for samples in ranks}) < len(ranks):
-        # the toolkit deals the same samples to all ranks that are given the same data set
+        # the toolkit gives all ranks the same samples if they pass the same data set
         raise CoverageError(
             f"some of {len(ranks)} ranks calibrate on the same {len(samples)} samples: give each rank a part of its "
             "own, for instance dataset.shard(world_size, rank)"
@@ -84,10 +84,10 @@ def data_hash(batches: Iterable[Mapping[str, Any]]) -> str:
 
 
 def check_batches(batches: Iterable[Mapping[str, Any]] | None) -> None:
-    """Refuse a calibration set that is absent or empty, before anything runs.
+    """Check that there is a calibration set, before anything runs.
 
     Raises:
-        CoverageError: there is no batch, or a batch holds no token ids.
+        CoverageError: there is no batch, or the first batch has no token ids.
     """
     first = next(iter(batches), None) if batches is not None else None
     if first is None:
