@@ -37,6 +37,6 @@ def width_figure(view: PlanView) -> Figure:
     style.style_axes(bar.ax, y=f"channels kept of {view.intermediate_size}")
     if removed := int(view.removed_LE.sum()):
         handle = Patch(facecolor=style.REMOVED, label=f"removed experts ({removed})")
-        # beside the label of the axis, where the layout leaves a free band
+        # the layout leaves a free band beside the label of the axis
         figure.legend(handles=[handle], loc="lower right", fontsize=style.TICK, frameon=False, borderaxespad=0.2)
     return figure
