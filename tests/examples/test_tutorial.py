@@ -140,9 +140,9 @@ def test_scores_of_ones_own_decide(printed: dict[str, str]) -> None:
 
 
 def test_fine_tuning_keeps_widths_and_loses_less(printed: dict[str, str]) -> None:
-    told = re.search(r"Held-out loss ([\d.]+), after 4 steps ([\d.]+)", output(printed, "/fine_tune.py"))
-    assert told is not None
-    assert float(told[2]) < float(told[1])
+    printed_losses = re.search(r"Held-out loss ([\d.]+), after 4 steps ([\d.]+)", output(printed, "/fine_tune.py"))
+    assert printed_losses is not None
+    assert float(printed_losses[2]) < float(printed_losses[1])
     before, after = map(Manifest.from_checkpoint, ("out/pruned", "out/recovered"))
     assert before is not None
     assert after is not None
