@@ -1,4 +1,4 @@
-"""Situations in which others went wrong, each with a number, have a test that names it in its docstring."""
+"""Every case, a numbered failure of other tools, is named in the docstring of a test."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 # numbers from 1 on, in the order in which they were collected from public trackers
 LAST = 31
-# what no test here shows, by number
+# cases without a test, with the reason, by number
 OPEN: dict[int, str] = {}
 
 
 def cases_of_tests() -> dict[int, list[str]]:
-    """Tests whose docstrings name a case, by its number."""
+    """Return the tests whose docstrings name a case, by its number."""
     found: dict[int, list[str]] = defaultdict(list)
     for file in sorted(Path(__file__).parent.rglob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -27,5 +27,5 @@ def cases_of_tests() -> dict[int, list[str]]:
 def test_every_case_has_a_test_or_a_reason() -> None:
     covered = cases_of_tests()
     assert sorted(covered.keys() | OPEN.keys()) == list(range(1, LAST + 1))
-    assert not covered.keys() & OPEN.keys(), "an open case has a test by now"
+    assert not covered.keys() & OPEN.keys(), "a case that is listed as open has a test"
     assert all(OPEN.values())

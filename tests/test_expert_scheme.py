@@ -1,4 +1,4 @@
-"""What is said when a model is quantized is what vLLM's half will say when the checkpoint is served."""
+"""The compressing half allows the schemes that the serving half serves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_both_halves_agree(name: str):
     scheme = SCHEMES[name]
     entry = None
     if scheme.weights is not None:
-        # the format that the toolkit writes, by which vLLM tells them apart
+        # the format that the toolkit writes, by which vLLM distinguishes schemes
         written = infer_module_format(Linear, scheme).value
         entry = {"weights": scheme.weights, "input_activations": scheme.input_activations, "format": written}
     served = not isinstance(expert_scheme(entry), str)
@@ -63,14 +63,14 @@ def test_both_halves_agree(name: str):
     assert isinstance(expert_scheme(dict(scheme)), ExpertScheme) == served
 
 
-def test_schemes_of_either_kind_are_known():
+def test_schemes_that_are_served():
     assert {
         name for name, scheme in SCHEMES.items() if isinstance(expert_scheme(dict(scheme)), ExpertScheme)
     } == SERVED
 
 
 @pytest.mark.parametrize(
-    ("scheme", "words"),
+    ("scheme", "description"),
     [
         (SCHEMES["FP8"], "float8 weights by tensor, static float8 inputs by tensor"),
         (SCHEMES["FP8_BLOCK"], "float8 weights by block, dynamic float8 inputs by group"),
@@ -86,19 +86,19 @@ def test_schemes_of_either_kind_are_known():
         ),
     ],
 )
-def test_other_activations_are_refused_by_what_they_are(scheme: QuantizationScheme, words: str):
+def test_the_error_for_other_activations_describes_them(scheme: QuantizationScheme, description: str):
     with pytest.raises(CoverageError) as caught:
         check_activations(dict(scheme), "they have")
     message = str(caught.value)
-    assert message.startswith(f"they have quantized activations ({words}), but engines serve ")
+    assert message.startswith(f"they have quantized activations ({description}), but engines serve ")
     assert "quantize them with FP8_DYNAMIC or W4A16, or prune with layout='padded'" in message
 
 
 @pytest.mark.parametrize("name", sorted(SERVED))
-def test_what_is_served_is_not_refused(name: str):
+def test_schemes_that_are_served_pass_the_check(name: str):
     check_activations(dict(SCHEMES[name]), "they have")
 
 
-def test_the_format_that_the_toolkit_fills_in_is_no_other():
+def test_the_format_that_the_toolkit_adds_makes_no_difference():
     scheme = scheme_of(BY_CHANNEL, BY_TOKEN, format="float-quantized")
     assert expert_scheme(dict(scheme)) == ExpertScheme(8)

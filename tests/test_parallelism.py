@@ -1,4 +1,4 @@
-"""Degrees of tensor parallelism against vLLM's own arithmetic, written out."""
+"""Degrees of tensor parallelism, compared with the arithmetic of vLLM."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def test_powers_of_two_split_a_ragged_qwen3() -> None:
     assert legal(QWEN3) == [1, 2, 4, 8, 16]
 
 
-def test_groups_of_experts_of_one_width_stay_whole() -> None:
+def test_groups_of_experts_of_one_width_are_not_cut() -> None:
     uniform = replace(QWEN3, layers=(SplitLayer("experts", 512, 128),))
     assert legal(uniform) == [1, 2, 4]
-    assert obstacles(uniform, 8) == ["64 channels of the experts on each rank are not a multiple of the group size 128"]
+    assert obstacles(uniform, 8) == [
+        "64 channels of the experts on each rank are not a multiple of the group size 128"
+    ]
     assert legal(replace(QWEN3, layers=(SplitLayer("experts", 512),))) == [1, 2, 4, 8, 16]
 
 
@@ -48,7 +50,9 @@ def test_every_obstacle_is_named() -> None:
         "1024 rows of the padded vocabulary are not a multiple of it",
         "384 channels of the shared expert are not a multiple of it",
     ]
-    assert obstacles(shape, 2) == ["160 channels of the dense MLP on each rank are not a multiple of the group size 64"]
+    assert obstacles(shape, 2) == [
+        "160 channels of the dense MLP on each rank are not a multiple of the group size 64"
+    ]
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, True), (2, True), (3, True), (4, False), (6, True), (24, True)])
@@ -108,8 +112,8 @@ def test_rank_ranges_partition_every_expert_and_load_ranks_evenly(
 
 
 def test_rank_ranges_by_hand() -> None:
-    # 5 groups of 128 on 2 ranks: 3 + 2; the next odd expert 2 + 3, whatever lies between. Of 4 and a half groups of 64
-    # the half is last.
+    # 5 groups of 128 on 2 ranks are split 3 + 2, and 2 + 3 for the next expert with an odd number of groups; of 4.5
+    # groups of 64 the half is last
     assert rank_ranges([640, 256, 640], 128, 0, 2) == [(0, 384), (0, 128), (0, 256)]
     assert rank_ranges([640, 256, 640], 128, 1, 2) == [(384, 640), (128, 256), (256, 640)]
     assert [rank_ranges([64, 288], 64, rank, 2)[1] for rank in range(2)] == [(0, 128), (128, 288)]

@@ -1,4 +1,4 @@
-"""Opens checkpoints with transformers alone, as someone would who does not have the plugin.
+"""Opens checkpoints with transformers alone, as a user without the plugin does.
 
     python stock.py CHECKPOINT ...
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 
 
-def answer(path: str, prompt: list[list[int]]) -> dict[str, object]:
+def open_and_run(path: str, prompt: list[list[int]]) -> dict[str, object]:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         with torch.no_grad():
@@ -29,7 +29,7 @@ def answer(path: str, prompt: list[list[int]]) -> dict[str, object]:
 
 if __name__ == "__main__":
     prompt = json.loads(sys.stdin.read())
-    answers = {path: answer(path, prompt) for path in sys.argv[1:]}
+    results = {path: open_and_run(path, prompt) for path in sys.argv[1:]}
     assert "moe_coverage_plugin" not in sys.modules
     assert "llmcompressor" not in sys.modules
-    print("\n" + json.dumps(answers))
+    print("\n" + json.dumps(results))

@@ -1,4 +1,4 @@
-"""Every family goes to disk and back, and stock transformers loads what it can and stops at what it cannot."""
+"""Checkpoints of every family, in load() and in stock transformers, which loads some and stops at the others."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from moe_coverage_plugin.modeling.slicing import remove_expert
 from tests.checkpoint.runs import SPARSITY, W4, aligned, logits, prompt, prune, source, tensors
 from tests.tiny import CONFIGS, LISTED, add_tokenizer, save_model, seeing_config
 
-# projections of an expert as published checkpoints of the family name them; others: gate_proj, up_proj, down_proj
+# names of an expert's projections in published checkpoints; other families: gate_proj, up_proj, down_proj
 FAMILY_NAMES = {"mixtral": {"w1", "w2", "w3"}, "minimax_m2": {"w1", "w2", "w3"}}
 FAMILIES = tuple(CONFIGS)
-# their published checkpoints hold all experts in one tensor, so stock engines find none of ours
+# their published checkpoints store all experts in one tensor, so stock engines find no expert of ours
 MERGED_ON_DISK = ("granitemoe", "gpt_oss")
 SINGLE_ON_DISK = tuple(family for family in FAMILIES if family not in MERGED_ON_DISK)
 
@@ -43,7 +43,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(sources, tmp_path_factory):
-    """For each family and layout: the checkpoint and what the model in memory answered."""
+    """For each family and layout: the checkpoint, and the logits of the model in memory."""
     root, found = tmp_path_factory.mktemp("pruned"), {}
     for family, path in sources.items():
         for layout in ("ragged", "padded"):
@@ -66,22 +66,22 @@ def runs(sources, tmp_path_factory):
     found["qwen3_moe", "uniform"] = output, logits(model)
     for name, quantizers in (("one_width", []), ("one_width_w4a16", [QuantizationModifier(**W4)])):
         output = root / name
-        model = one_width_with_dead_experts(sources["qwen3_moe"])
+        model = one_width_with_removed_experts(sources["qwen3_moe"])
         oneshot(model=model, recipe=quantizers, output_dir=str(output))
         found[name, "ragged"] = output, logits(model)
     return found
 
 
-def one_width_with_dead_experts(path: Path):
-    """The nasty case: every tensor that is there has the width of all others, and some are missing."""
+def one_width_with_removed_experts(path: Path):
+    """The hardest case for stock loaders: all tensors have the same width, and some experts are missing."""
     model = AutoModelForCausalLM.from_pretrained(path)
     linearize_moe(model)
     widths = set()
-    for block in find_moe_layers(model):
-        remove_expert(block, 2)
-        remove_expert(block, 7)
-        mask_router(block)
-        widths |= set(block.widths)
+    for layer in find_moe_layers(model):
+        remove_expert(layer, 2)
+        remove_expert(layer, 7)
+        mask_router(layer)
+        widths |= set(layer.widths)
     assert widths == {0, 128}
     modify_save_pretrained(model)
     save_with_manifest(model, PruningRecord("ragged", 128, 32, {}))
@@ -90,7 +90,7 @@ def one_width_with_dead_experts(path: Path):
 
 @pytest.fixture(scope="module")
 def stock(runs):
-    """What transformers answers in a process of its own that knows nothing of us."""
+    """Logits or errors of transformers in a process that does not import the plugin."""
     paths = [str(path) for path, _ in runs.values()]
     script = Path(__file__).parent / "stock.py"
     done = subprocess.run(
@@ -102,14 +102,14 @@ def stock(runs):
         cwd=script.parent,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
-    return {key: answers[str(path)] for key, (path, _) in runs.items()}
+    results = json.loads(done.stdout.splitlines()[-1])
+    return {key: results[str(path)] for key, (path, _) in runs.items()}
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_load_answers_like_the_model_in_memory(runs, family, layout):
-    """Case 13: every family's checkpoint is compared by its logits, not by whether it loads."""
+def test_load_equals_the_model_in_memory(runs, family, layout):
+    """Case 13: the checkpoint of every family is compared by its logits; that it loads is not enough."""
     path, expected = runs[family, layout]
     assert torch.equal(logits(aligned(load(path))), expected)
 
@@ -125,9 +125,9 @@ FOUR_BITS = ["w4a16", "w4a16_mixtral", *(f"w4a16_{family}" for family in MERGED_
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
-def test_four_bits_are_decompressed_to_what_was_in_memory(runs, name):
+def test_four_bits_are_decompressed_to_the_weights_in_memory(runs, name):
     path, expected = runs[name, "ragged"]
-    # the model in memory decompresses at every product, to the same values
+    # the model in memory decompresses in every forward pass, to the same values
     torch.testing.assert_close(logits(load(path)), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -144,11 +144,11 @@ PADDED_BY_ONE = [*MERGED_ON_DISK, "w4a16_granitemoe"]
 
 @pytest.mark.parametrize("key", [*((name, "ragged") for name in RAGGED), *((n, "padded") for n in PADDED_BY_ONE)])
 def test_stock_transformers_stops_at_what_it_cannot_load(stock, key):
-    """Case 20, case 21: who does not have the plugin gets an error, and no model with random or narrowed experts.
+    """Case 20, case 21: without the plugin there is an error, and no model with random or narrowed experts.
 
-    Of families that merge experts it does not even look for those of a checkpoint.
+    For families that merge experts, transformers does not look for the experts of our checkpoints at all.
     """
-    assert "error" in stock[key], f"it answered, having left out {stock[key].get('loading_info')}"
+    assert "error" in stock[key], f"it was opened, without {stock[key].get('loading_info')}"
 
 
 @pytest.mark.parametrize("key", [*((family, "padded") for family in SINGLE_ON_DISK), ("qwen3_moe", "uniform")])
@@ -161,7 +161,7 @@ def test_stock_transformers_loads_one_width(stock, runs, key):
 
 
 def test_stock_transformers_loads_four_bits_of_one_width(stock, runs):
-    """Or stops: transformers has to decompress experts one by one and merge them."""
+    """Or transformers stops, since it must decompress experts one by one and merge them."""
     found = stock["w4a16", "padded"]
     if "error" not in found:
         torch.testing.assert_close(
@@ -170,7 +170,7 @@ def test_stock_transformers_loads_four_bits_of_one_width(stock, runs):
 
 
 def test_after_the_loader_of_the_toolkit(runs, tmp_path):
-    """``load_quantizable_moe`` puts other renamings in the place of the family's, for the whole process."""
+    """``load_quantizable_moe`` replaces the conversions of the family by renamings, for the entire process."""
     registered = get_checkpoint_conversion_mapping("qwen3_moe")
     _, _, renamings = get_linearize_load_mappings("qwen3_moe")
     register_checkpoint_conversion_mapping("qwen3_moe", renamings, overwrite=True)
@@ -185,8 +185,8 @@ def test_after_the_loader_of_the_toolkit(runs, tmp_path):
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["16 bit", "W4A16"])
-def test_text_part_of_a_model_that_sees(tmp_path, quantize):
-    """Its language model is nested in it and in its config, and its experts are stored in one tensor."""
+def test_text_part_of_a_multimodal_model(tmp_path, quantize):
+    """The language model is nested in the model and in the config, and its experts are stored in one tensor."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(seeing_config(), dtype=torch.float32)
     model.save_pretrained(tmp_path / "in")
@@ -201,15 +201,15 @@ def test_text_part_of_a_model_that_sees(tmp_path, quantize):
     tolerance = 1e-4 if quantize else 0.0
     found = logits(aligned(load(tmp_path / "out")))
     torch.testing.assert_close(found, logits(pruned), rtol=tolerance, atol=tolerance)
-    # stock transformers stops at the status of the one, and at a quantization that quantizes nothing of the other
+    # stock transformers stops at the status in 4 bits, and at a quantization that quantizes nothing in 16 bits
     with pytest.raises((ValueError, AttributeError)):
         AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["16 bit", "W4A16"])
-@pytest.mark.parametrize("factory", [AutoModelForImageTextToText, AutoModelForCausalLM], ids=["whole", "text"])
-def test_model_that_sees_and_its_text_part(tmp_path, factory, quantize):
-    """A family with a class for each: checkpoints of both have the config and the names of the whole."""
+@pytest.mark.parametrize("factory", [AutoModelForImageTextToText, AutoModelForCausalLM], ids=["multimodal", "text"])
+def test_multimodal_model_and_its_text_part(tmp_path, factory, quantize):
+    """A family with a class for each: checkpoints of both have the config and names of the multimodal model."""
     torch.manual_seed(0)
     config = seeing_config("qwen3_5_moe", num_hidden_layers=2, moe_intermediate_size=128)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "in")
@@ -228,7 +228,7 @@ def test_model_that_sees_and_its_text_part(tmp_path, factory, quantize):
 
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory):
-    """A family whose code lies beside the checkpoint and holds experts in a list: path, and answer in memory."""
+    """Checkpoints of a family with its own code and experts in a list, and the logits of the models in memory."""
     root, found = tmp_path_factory.mktemp("listed"), {}
     own = add_tokenizer(save_model(root / "in", LISTED, num_hidden_layers=3, moe_intermediate_size=128))
     for name, options in {"ragged": {}, "padded": {"layout": "padded"}, "w4a16": {"quantize": True}}.items():
@@ -261,7 +261,7 @@ def test_experts_in_a_list_can_be_quantized_later(listed, tmp_path):
 
 
 def test_stock_transformers_and_experts_in_a_list(listed):
-    """With the code that it is told to trust: it loads zeros, stops at 16 bit, and misses what is not there in 4."""
+    """With code that is trusted: padded experts load, 16 bits stop, and in 4 bits removed experts are reported."""
 
     def opened(name):
         return AutoModelForCausalLM.from_pretrained(listed[name][0], trust_remote_code=True, output_loading_info=True)
@@ -274,6 +274,6 @@ def test_stock_transformers_and_experts_in_a_list(listed):
     manifest = Manifest.from_checkpoint(listed["w4a16"][0])
     assert manifest is not None
     missing = opened("w4a16")[1]["missing_keys"]
-    dead = {f"{name}.{expert}." for name, experts in manifest.removed_experts.items() for expert in experts}
-    assert dead
-    assert {re.match(r".*\.experts\.\d+\.", name)[0] for name in missing} == dead
+    removed = {f"{name}.{expert}." for name, experts in manifest.removed_experts.items() for expert in experts}
+    assert removed
+    assert {re.match(r".*\.experts\.\d+\.", name)[0] for name in missing} == removed

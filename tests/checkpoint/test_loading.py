@@ -1,4 +1,4 @@
-"""Checkpoints come back as they were, go round again, and are refused when anything is missing, left over or wrong."""
+"""load() and save_pretrained keep every tensor; load() stops if a tensor is missing, left over or wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_same_tensors(one, other):
         assert torch.equal(tensor, second[name]), name
 
 
-def test_sixteen_bits_come_back_bit_for_bit(ragged):
+def test_sixteen_bits_are_loaded_bit_for_bit(ragged):
     path, model = ragged
     loaded, before = load(path), model.state_dict()
     after = loaded.state_dict()
@@ -59,31 +59,31 @@ def test_sixteen_bits_come_back_bit_for_bit(ragged):
     assert not loaded.training
     manifest = Manifest.from_checkpoint(path)
     assert manifest is not None
-    assert {block.name: block.widths for block in find_moe_layers(loaded)} == manifest.widths
-    assert any(0 in widths for widths in manifest.widths.values()), "a dead expert must be among them"
+    assert {layer.name: layer.widths for layer in find_moe_layers(loaded)} == manifest.widths
+    assert any(0 in widths for widths in manifest.widths.values()), "a removed expert must be among them"
 
 
 def test_more_than_ten_layers_keep_their_order(tmp_path):
-    """Case 21: each layer gets its own widths, though a JSON writer sorts layer 10 before layer 2."""
+    """Case 21: each layer gets its own widths, although JSON writers sort layer 10 before layer 2."""
     model = prune(source(tmp_path / "in", num_hidden_layers=12), tmp_path / "out")
-    blocks = {block.name: block.widths for block in find_moe_layers(model)}
-    assert len({tuple(widths) for widths in blocks.values()}) > 2
+    layers = {layer.name: layer.widths for layer in find_moe_layers(model)}
+    assert len({tuple(widths) for widths in layers.values()}) > 2
     manifest = Manifest.from_checkpoint(tmp_path / "out")
     assert manifest is not None
-    assert list(manifest.widths.items()) == list(blocks.items())
+    assert list(manifest.widths.items()) == list(layers.items())
     assert torch.equal(logits(aligned(load(tmp_path / "out"))), logits(model))
 
 
 def test_a_loaded_model_generates(ragged):
     loaded = load(ragged[0])
-    answer = loaded.generate(prompt(), max_new_tokens=4, do_sample=False)
-    assert answer.shape == (2, 16)
+    generated = loaded.generate(prompt(), max_new_tokens=4, do_sample=False)
+    assert generated.shape == (2, 16)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_and_dtypes_round_trip(tmp_path, tied, dtype):
-    """Case 25: tied embeddings are stored once and come back tied, untied ones stay two."""
+    """Case 25: tied embeddings are stored once and loaded tied; untied embeddings stay two tensors."""
     model = prune(source(tmp_path / "in", dtype=dtype, tie_word_embeddings=tied), tmp_path / "out")
     loaded = load(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
@@ -113,8 +113,8 @@ def test_saved_loaded_and_saved_again(qwen, tmp_path, layout):
     assert torch.equal(logits(aligned(load(tmp_path / "3"))), logits(aligned(load(tmp_path / "1"))))
 
 
-def test_recipe_and_report_go_along(ragged, w4a16, tmp_path):
-    """Whatever the last run in this process was."""
+def test_recipe_and_report_are_kept(ragged, w4a16, tmp_path):
+    """Also if the last run in this process was for another checkpoint."""
     load(ragged[0]).save_pretrained(tmp_path / "out")
     for name in ("recipe.yaml", REPORT_NAME):
         assert (tmp_path / "out" / name).read_text() == (ragged[0] / name).read_text()
@@ -160,7 +160,7 @@ def test_quantized_later_equals_quantized_at_once(ragged, w4a16, tmp_path):
     ],
 )
 def test_a_later_quantizer_that_breaks_the_rules_writes_nothing(tmp_path, ignore, words):
-    """Case 9, case 10, case 11: without our modifiers a quantizer is not checked before it runs, so saving refuses."""
+    """Case 9, case 10, case 11: a quantizer that runs without our modifiers is checked when the model is saved."""
     prune(source(tmp_path / "in", "qwen2_moe"), tmp_path / "out")
     quantizer = QuantizationModifier(**W4 | {"ignore": ignore})
     with pytest.raises(CoverageError, match=words):
@@ -168,7 +168,7 @@ def test_a_later_quantizer_that_breaks_the_rules_writes_nothing(tmp_path, ignore
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
 
-def test_four_bits_saved_again_are_sixteen_and_say_so(w4a16, tmp_path):
+def test_four_bits_are_saved_again_in_sixteen(w4a16, tmp_path):
     loaded = load(w4a16[0])
     loaded.save_pretrained(tmp_path / "out")
     quantization = config_json(tmp_path / "out")["quantization_config"]
@@ -179,8 +179,8 @@ def test_four_bits_saved_again_are_sixteen_and_say_so(w4a16, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_float8_becomes_what_was_asked_for(float8, dtype):
-    """A weight is its 8 bits times the scale of its row, in the dtype of the model, and is never taken without."""
+def test_float8_is_decompressed_to_the_dtype(float8, dtype):
+    """A weight is its 8-bit value times the scale of its row, in the dtype of the model."""
     found, loaded = tensors(float8[0]), load(float8[0], dtype)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     state = loaded.state_dict()
@@ -191,7 +191,7 @@ def test_float8_becomes_what_was_asked_for(float8, dtype):
     assert not any("scale" in name for name in state)
 
 
-def test_float8_saved_again_is_plain_and_says_so(float8, tmp_path):
+def test_float8_is_saved_again_in_full(float8, tmp_path):
     loaded = load(float8[0])
     loaded.save_pretrained(tmp_path / "out")
     assert config_json(tmp_path / "out")["quantization_config"]["config_groups"] == {}
@@ -206,7 +206,7 @@ def test_four_bits_of_every_layout(qwen, tmp_path):
         torch.testing.assert_close(logits(load(tmp_path / layout)), logits(model), rtol=1e-4, atol=1e-4)
 
 
-# --- refusals ---
+# --- checkpoints that load() stops at ---
 
 
 @pytest.fixture
@@ -224,21 +224,21 @@ def edit_entry(path, **changes):
     config = config_json(path)
     entry = config["quantization_config"]["moe_coverage"]
     entry.update(changes)
-    # as one that was written so: an entry that does not match its checksum is never looked at further
+    # with a correct checksum, so that load() reaches the checks after it
     entry["sha256"] = checksum(entry)
     (path / "config.json").write_text(json.dumps(config))
     return entry
 
 
-def live_tensor(found):
+def kept_tensor(found):
     return next(name for name in sorted(found) if ".experts." in name and name.endswith("down_proj.weight"))
 
 
 @pytest.mark.parametrize("which", ["expert", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
 def test_a_missing_tensor(damaged, which):
-    """Case 21, case 23: a parameter that no tensor fills stops the loader; it is not left at random."""
+    """Case 21, case 23: the loader stops at a parameter without a tensor instead of leaving it random."""
     path, found = damaged
-    name = live_tensor(found) if which == "expert" else which
+    name = kept_tensor(found) if which == "expert" else which
     del found[name]
     write(path, found)
     with pytest.raises(CoverageError, match="lacks 1 tensors") as caught:
@@ -247,10 +247,10 @@ def test_a_missing_tensor(damaged, which):
 
 
 def test_an_extra_tensor(damaged):
-    """Case 21, case 23: a tensor that the model has no place for is not dropped without a word."""
+    """Case 21, case 23: the loader stops at a tensor that the model has no parameter for."""
     path, found = damaged
-    dead = Manifest.from_checkpoint(path).removed_experts
-    layer, experts = next(iter(dead.items()))
+    removed = Manifest.from_checkpoint(path).removed_experts
+    layer, experts = next(iter(removed.items()))
     name = f"{layer}.{experts[0]}.up_proj.weight"
     write(path, found | {name: torch.ones(1, 128)})
     with pytest.raises(CoverageError) as caught:
@@ -260,7 +260,7 @@ def test_an_extra_tensor(damaged):
 
 def test_a_wrong_shape(damaged):
     path, found = damaged
-    name = live_tensor(found)
+    name = kept_tensor(found)
     write(path, found | {name: found[name][:, :-1].contiguous()})
     with pytest.raises(CoverageError, match="has shape") as caught:
         load(path)
@@ -324,7 +324,7 @@ def test_a_damaged_entry(damaged, changes):
         load(path)
 
 
-def test_an_entry_that_is_no_mapping(damaged):
+def test_an_entry_that_is_not_a_mapping(damaged):
     path, _ = damaged
     config = config_json(path)
     config["quantization_config"]["moe_coverage"] = [1]
@@ -408,20 +408,20 @@ def test_a_wrong_recorded_shape_of_a_four_bit_tensor(w4a16, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
-def test_plain_numbers_in_the_place_of_scaled_ones(float8, tmp_path, dtype):
-    """They would be multiplied by scales that are not theirs."""
+def test_plain_numbers_instead_of_scaled_ones(float8, tmp_path, dtype):
+    """They would be multiplied by scales of other numbers."""
     path = shutil.copytree(float8[0], tmp_path / "copy")
     found = tensors(path)
-    name = live_tensor(found)
+    name = kept_tensor(found)
     write(path, found | {name: found[name].to(torch.float32).to(dtype)})
     with pytest.raises(CoverageError, match="float8_e4m3fn was written") as caught:
         load(path)
     assert name in str(caught.value)
 
 
-def test_scaled_numbers_in_the_place_of_plain_ones(damaged):
+def test_scaled_numbers_instead_of_plain_ones(damaged):
     path, found = damaged
-    name = live_tensor(found)
+    name = kept_tensor(found)
     write(path, found | {name: found[name].to(torch.float8_e4m3fn)})
     with pytest.raises(CoverageError, match=r"has dtype torch\.float8_e4m3fn, torch\.float32 was written"):
         load(path)
@@ -429,7 +429,7 @@ def test_scaled_numbers_in_the_place_of_plain_ones(damaged):
 
 def test_a_tensor_of_another_kind(damaged):
     path, found = damaged
-    name = live_tensor(found)
+    name = kept_tensor(found)
     write(path, found | {name: found[name].to(torch.int32)})
     with pytest.raises(CoverageError) as caught:
         load(path)

@@ -1,4 +1,4 @@
-"""The card beside a checkpoint says what is true of the files, and its code runs."""
+"""The model card agrees with the files of the checkpoint, and its code runs."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def facts(text: str) -> dict[str, str]:
 
 
 def code(text: str, language: str) -> str:
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return block
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return found
 
 
 def stored_bits(checkpoint: Path) -> int:
-    """Of weights that are quantized, or 16."""
+    """Bits of quantized weights; 16 if nothing is quantized."""
     found = tensors(checkpoint)
     scaled = {name.removesuffix("_scale") for name in found if name.endswith("weight_scale")}
     return 16 if not scaled else 8 if scaled <= found.keys() else 4
@@ -70,7 +70,7 @@ def test_front_matter_is_what_the_hub_reads(checkpoint: Path) -> None:
     found = front_matter(card(checkpoint))
     assert RepoCard.load(checkpoint / CARD_NAME).data.to_dict() == found
     assert (found["license"], found["language"]) == ("apache-2.0", ["en", "de"])
-    assert "base_model" not in found, "a directory does not tell its name on the hub"
+    assert "base_model" not in found, "a directory does not have its name on the hub"
     assert {"pruning", "moe", "moe-coverage"} <= set(found["tags"])
     bits = stored_bits(checkpoint)
     assert [tag for tag in found["tags"] if tag.endswith("-bit")] == ([f"{bits}-bit"] if bits < 16 else [])
@@ -80,7 +80,7 @@ def test_front_matter_is_what_the_hub_reads(checkpoint: Path) -> None:
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_figures_are_those_of_the_files(checkpoint: Path) -> None:
+def test_figures_equal_those_of_the_files(checkpoint: Path) -> None:
     text, manifest = card(checkpoint), Manifest.from_checkpoint(checkpoint)
     assert manifest is not None
     widths = [width for layer in manifest.widths.values() for width in layer]
@@ -102,8 +102,8 @@ def test_figures_are_those_of_the_files(checkpoint: Path) -> None:
     assert ("and the rest quantized" in text) == (bits < 16)
 
 
-def test_says_what_a_card_must_multiply(checkpoint: Path) -> None:
-    """And that transformers computes something else."""
+def test_names_the_gpu_that_float8_needs(checkpoint: Path) -> None:
+    """And says that transformers does not quantize activations."""
     text, float8 = card(checkpoint), stored_bits(checkpoint) == 8
     assert ("compute capability 8.9 or newer" in text) == float8
     assert ("Activations are not quantized there" in text) == float8
@@ -116,8 +116,8 @@ def base_of(manifest: Manifest) -> str:
 def test_says_how_it_was_made(checkpoint: Path) -> None:
     text, manifest = card(checkpoint), Manifest.from_checkpoint(checkpoint)
     assert manifest is not None
-    for words in ("calibration_sha256", "torch_seed"):
-        assert str(manifest.provenance[words]) in text
+    for key in ("calibration_sha256", "torch_seed"):
+        assert str(manifest.provenance[key]) in text
     for package, number in manifest.provenance["versions"].items():
         assert f"{package} {number}" in text
     made = text.partition("## How it was made")[2].partition("\n- ")[0]
@@ -151,13 +151,13 @@ def test_without_a_card_beside_the_base_it_says_so(tmp_path: Path) -> None:
     "text",
     ["", "no front matter", "---\n- a list\n---\n", "---\n{[\n---\n", "---\nlicense: {a: 1}\n---\n", "\0\xff"],
 )
-def test_a_card_of_a_base_that_says_nothing(tmp_path: Path, text: str) -> None:
+def test_a_card_of_a_base_without_metadata(tmp_path: Path, text: str) -> None:
     (tmp_path / CARD_NAME).write_text(text, encoding="latin-1")
     assert read_origin(str(tmp_path)) == Origin(tmp_path.name)
 
 
 def cached(folder: Path, text: str) -> Path:
-    """A model's card in a cache of the hub."""
+    """A model's card in the hub's cache."""
     snapshot = folder / "models--some--model-1b" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
@@ -176,26 +176,26 @@ def test_a_base_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert read_origin(name) == Origin("some/model-1b", "some/model-1b", inherited)
 
 
-def test_a_link_beside_a_base_that_nobody_can_follow_is_left_out(tmp_path: Path) -> None:
+def test_a_relative_link_of_a_base_without_a_name_is_left_out(tmp_path: Path) -> None:
     (tmp_path / CARD_NAME).write_text("---\nlicense: other\nlicense_link: LICENSE\n---\n")
     assert read_origin(str(tmp_path)).inherited == {"license": "other"}
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_base_on_the_hub_is_named_and_kept_when_saved_again(qwen: Path, tmp_path: Path, quantized: bool) -> None:
-    """Saved, opened, and saved again: what an author wrote into the first card is not lost."""
+    """Saved, loaded and saved again: what an author wrote into the first card is kept."""
     prune(qwen, tmp_path / "out", quantize=quantized)
     text = card(tmp_path / "out")
     (tmp_path / "out" / CARD_NAME).write_text(text.replace("---\n", "---\nbase_model: some/model\n", 1))
     load(tmp_path / "out").save_pretrained(tmp_path / "again")
     found = front_matter(card(tmp_path / "again"))
-    # not quantized any more
+    # no longer quantized
     assert (found["base_model"], found["base_model_relation"]) == ("some/model", "finetune")
     assert found["license"] == "apache-2.0"
     assert "`some/model` with" in card(tmp_path / "again")
 
 
-def test_a_card_that_is_there_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_existing_card_is_left_unchanged(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / CARD_NAME).write_text("mine")
     manifest = Manifest.from_checkpoint(checkpoint)
     assert manifest is not None
@@ -203,7 +203,7 @@ def test_a_card_that_is_there_is_left_alone(checkpoint: Path, tmp_path: Path) ->
     assert card(tmp_path) == "mine"
 
 
-def test_provenance_of_a_stranger_is_no_markup(tmp_path: Path) -> None:
+def test_untrusted_provenance_adds_no_markup(tmp_path: Path) -> None:
     provenance = {
         "model": ["a"],
         "torch_seed": "1\n# heading\n`<script>`",

@@ -1,4 +1,4 @@
-"""What a run writes: complete, described by its config, and nothing at all when it fails."""
+"""What a run writes: a complete checkpoint described by its config, or nothing if it fails."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def written(request, shared, tmp_path_factory):
     return output, request.param
 
 
-def test_config_keeps_what_engines_key_on(written, shared):
-    """Case 26: the number of experts stays what it was, whoever was removed; kernels of routers refuse odd ones."""
+def test_config_keeps_what_engines_read(written, shared):
+    """Case 26: the number of experts in the config is unchanged, since kernels of routers stop at odd numbers."""
     output, quantized = written
     before, after = config_json(shared), config_json(output)
     manifest = Manifest.from_checkpoint(output)
@@ -51,7 +51,7 @@ def test_config_keeps_what_engines_key_on(written, shared):
     for key in before.keys() - {"moe_intermediate_size", "quantization_config", "transformers_version"}:
         assert after[key] == before[key], key
     assert after["moe_intermediate_size"] == manifest.declared_width
-    assert len(manifest.distinct_widths) > 1, "the layout must be ragged for the rest to mean anything"
+    assert len(manifest.distinct_widths) > 1, "with one width this test shows nothing"
     assert manifest.removed_experts
     assert {len(widths) for widths in manifest.widths.values()} == {after["num_experts"]}
     assert manifest.declared_width in manifest.distinct_widths
@@ -63,7 +63,7 @@ def test_config_keeps_what_engines_key_on(written, shared):
 
 
 def test_nothing_that_routes_is_quantized(written):
-    """Case 9: neither a router nor the one-output gate of a shared expert is in 4 bits on disk."""
+    """Case 9: neither a router nor the gate of a shared expert is in 4 bits on disk."""
     output, quantized = written
     names = tensors(output)
     stored_as = {name.rpartition(".")[0]: name.rpartition(".")[2] for name in names}
@@ -80,9 +80,9 @@ def test_tensors_have_the_widths_of_the_manifest(written):
     assert manifest is not None
     for path, widths in manifest.widths.items():
         for expert, width in enumerate(widths):
-            mine = {name for name in found if name.startswith(f"{path}.{expert}.")}
+            stored = {name for name in found if name.startswith(f"{path}.{expert}.")}
             if width == 0:
-                assert not mine
+                assert not stored
                 continue
             for projection in ("gate_proj", "up_proj", "down_proj"):
                 prefix = f"{path}.{expert}.{projection}"
@@ -96,8 +96,8 @@ def test_tensors_have_the_widths_of_the_manifest(written):
     assert all(tensor.is_contiguous() for tensor in found.values())
 
 
-def test_report_and_recipe_lie_beside(written):
-    """Case 29: seed, versions, hash of the data and recipe stand beside the checkpoint."""
+def test_report_and_recipe_are_written(written):
+    """Case 29: seed, versions, hash of the data and recipe are in the checkpoint."""
     output, quantized = written
     report = json.loads((output / REPORT_NAME).read_text())
     manifest = Manifest.from_checkpoint(output)
@@ -120,8 +120,8 @@ def test_permissions_follow_the_umask(written):
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "deepseek_v2"])
-def test_all_but_experts_is_left_alone(tmp_path, family):
-    """Case 5: dense first layers and shared experts, which have widths of their own, are not touched."""
+def test_only_experts_are_changed(tmp_path, family):
+    """Case 5: dense first layers and shared experts, which have widths of their own, are unchanged."""
     prune(source(tmp_path / "in", family), tmp_path / "out")
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     others = {name for name in before if ".experts." not in name}
@@ -136,7 +136,7 @@ def test_all_but_experts_is_left_alone(tmp_path, family):
 
 
 def test_width_of_a_nested_config(tmp_path):
-    """Case 28: the width of a language model with a config of its own is changed there, and nowhere else."""
+    """Case 28: the width of a nested language model is changed in its own part of the config only."""
     vision = {"intermediate_size": 256, "moe_intermediate_size": 128}
     text = {"moe_intermediate_size": 128, "intermediate_size": 256, "num_experts": 2}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": vision, "hidden_size": 8}))
@@ -197,13 +197,13 @@ def assert_absent(target: Path) -> None:
     assert not list(target.parent.iterdir()), "an error cleans up"
 
 
-def test_push_to_hub_is_refused(pruned, tmp_path):
+def test_push_to_hub_stops(pruned, tmp_path):
     with pytest.raises(CoverageError, match="push_to_hub"):
         pruned.save_pretrained(tmp_path / "out", push_to_hub=True)
     assert_absent(tmp_path / "out")
 
 
-def test_a_directory_that_is_not_empty_is_refused(pruned, tmp_path):
+def test_a_directory_that_is_not_empty(pruned, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(CoverageError, match="not empty"):
@@ -212,13 +212,13 @@ def test_a_directory_that_is_not_empty_is_refused(pruned, tmp_path):
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
-def test_an_empty_directory_is_taken(pruned, tmp_path):
+def test_an_empty_directory_is_used(pruned, tmp_path):
     (tmp_path / "out").mkdir()
     pruned.save_pretrained(tmp_path / "out")
     assert load(tmp_path / "out")
 
 
-def test_a_file_in_the_way_is_refused(pruned, tmp_path):
+def test_a_file_in_the_way(pruned, tmp_path):
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
         with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
@@ -226,7 +226,7 @@ def test_a_file_in_the_way_is_refused(pruned, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
-def test_refused_before_calibration(qwen, tmp_path):
+def test_the_output_is_checked_before_calibration(qwen, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CoverageError, match="cannot be created"):
         prune(qwen, tmp_path / "file" / "out")
@@ -234,7 +234,7 @@ def test_refused_before_calibration(qwen, tmp_path):
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
 def test_a_link_is_followed(qwen, tmp_path, there):
-    """To an empty directory, perhaps on another disk, which the checkpoint then replaces; or to one that may come."""
+    """A link to an empty directory, which the checkpoint replaces, or to a directory that does not exist yet."""
     (tmp_path / "link").symlink_to(Path("disk") / "out")
     if there:
         (tmp_path / "disk" / "out").mkdir(parents=True)
@@ -245,7 +245,7 @@ def test_a_link_is_followed(qwen, tmp_path, there):
     assert load(tmp_path / "link")
 
 
-def test_links_in_a_circle_are_refused(tmp_path):
+def test_links_in_a_circle(tmp_path):
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
     for target in ("one", "one/out"):
@@ -254,14 +254,14 @@ def test_links_in_a_circle_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("spelt", [".", "{}", "../{name}"])
-def test_the_current_directory_is_refused(pruned, tmp_path, monkeypatch, spelt):
-    """The checkpoint would take its name, and whoever is in it would stay in one that is gone."""
+def test_the_current_directory(pruned, tmp_path, monkeypatch, spelt):
+    """The checkpoint would replace it, and processes would stay in a directory that was deleted."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     target = Path(spelt.format(tmp_path / "here", name="here"))
-    for refuse in (check_output, pruned.save_pretrained):
+    for check in (check_output, pruned.save_pretrained):
         with pytest.raises(CoverageError, match=r"here is the current directory, .*: name a new directory in it"):
-            refuse(target)
+            check(target)
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
     check_output(target / "new")
 
@@ -283,26 +283,26 @@ except CoverageError as error:
 """
 
 
-def test_a_mount_point_is_refused(tmp_path):
-    """Volumes of containers are mounted empty; a directory in one is measured on its disk."""
+def test_a_mount_point(tmp_path):
+    """Volumes of containers are mounted empty; the free space of a directory in one is that of its disk."""
     shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
     mount = 'mount -t tmpfs -o size=4m none "$0"'
     target = tmp_path / "out"
     target.mkdir()
     if shutil.which("unshare") is None or subprocess.run([*shell, mount, str(target)], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("this user cannot mount a file system")
     run = [*shell, f'{mount}; exec "$@"', str(target), sys.executable, "-c", MOUNTED, str(target)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     # toolkits print when they are imported
-    *_, whole, too_large = done.stdout.splitlines()
-    assert "out is a mount point" in whole
-    assert "name a new directory in it" in whole
+    *_, mount_point, too_large = done.stdout.splitlines()
+    assert "out is a mount point" in mount_point
+    assert "name a new directory in it" in mount_point
     assert "needs about 0.0 GiB" in too_large
 
 
 @pytest.fixture
 def closed():
-    """A directory in which its user may create nothing, with an empty one in it in which he may."""
+    """A directory that is not writable, with an empty directory in it that is."""
     with tempfile.TemporaryDirectory() as directory:
         closed = Path(directory) / "closed"
         (closed / "out").mkdir(parents=True)
@@ -319,22 +319,22 @@ def closed():
             closed.chmod(0o755)
 
 
-def test_a_place_where_nothing_can_be_created_is_refused(closed):
+def test_a_place_that_is_not_writable(closed):
     for target in (closed / "out", closed / "new", closed / "new" / "deep", Path("/proc/out")):
         with pytest.raises(CoverageError, match=r"cannot be created: (\S*/closed|/proc) is not writable"):
             check_output(target)
     check_output(closed / "out" / "new")
-    assert not any((closed / "out").iterdir()), "a check leaves nothing"
+    assert not any((closed / "out").iterdir()), "a check leaves no file"
 
 
-def test_too_little_disk_is_refused(tmp_path):
+def test_too_little_disk_space(tmp_path):
     with pytest.raises(CoverageError, match="GiB free"):
         check_output(tmp_path / "out", needed_bytes=2**60)
 
 
 @pytest.mark.parametrize("call", ["first", "last", "replace"])
 def test_a_full_disk_leaves_nothing(pruned, tmp_path, monkeypatch, call):
-    """Errors of the operating system at the first file, at the last, and at the rename."""
+    """Errors of the operating system at the first file, at the last file, and at the rename."""
     full = OSError(28, "No space left on device")
     real_open, real_replace = Path.open, os.replace
     written: list[str] = []
@@ -382,8 +382,8 @@ for number in range(100):
 """
 
 
-def test_a_killed_process_leaves_whole_checkpoints_only(qwen, tmp_path):
-    """SIGKILL at a moment nobody chose, while checkpoints are written one after another."""
+def test_a_killed_process_leaves_complete_checkpoints_only(qwen, tmp_path):
+    """SIGKILL at an arbitrary moment while checkpoints are written one after another."""
     here = Path(__file__).parent
     script = KILLED.format(path=[str(here), str(here.parent)], source=str(qwen), out=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -394,8 +394,8 @@ def test_a_killed_process_leaves_whole_checkpoints_only(qwen, tmp_path):
         time.sleep(0.0137)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    whole = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
-    assert len(whole) >= 3
-    for path in whole:
+    complete = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(complete) >= 3
+    for path in complete:
         load(path)
     assert all(path.name.endswith(".partial") for path in tmp_path.iterdir() if path.name.startswith("."))

@@ -1,6 +1,6 @@
-"""Readers of what a checkpoint says of itself, fed with damaged files; each target takes any bytes as its choices.
+"""Fuzz targets: readers of checkpoint files, called with damaged files. Each target takes any bytes as its choices.
 
-For hypothesis (``test_fuzz.py``), and by hand for the coverage-guided fuzzer atheris where it is installed:
+For hypothesis (``test_fuzz.py``), and by hand for the coverage-guided fuzzer atheris if it is installed:
 
     PYTHONPATH=. python tests/faults/fuzz_targets.py manifest -runs=100000
 """
@@ -33,13 +33,13 @@ SHARDS = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
 
 
 class Choices:
-    """Choices that bytes make, zero when there are no more."""
+    """Choices that are read from bytes; zero when there are no more bytes."""
 
     def __init__(self, data: bytes):
         self.data, self.place = data, 0
 
     def below(self, bound: int) -> int:
-        """A number from 0 on, below ``bound``."""
+        """Return a number of at least 0 and below ``bound``."""
         size = (max(bound - 1, 1).bit_length() + 7) // 8
         drawn = self.data[self.place : self.place + size]
         self.place += size
@@ -47,7 +47,7 @@ class Choices:
 
 
 def damaged_bytes(original: bytes, choices: Choices) -> bytes:
-    """The file with some of its bytes changed, cut out, repeated or put elsewhere."""
+    """Return the file with some of its bytes changed, removed, repeated or moved."""
     data = original
     for _ in range(1 + choices.below(MOST_EDITS)):
         place, length = choices.below(len(data) + 1), 1 + choices.below(64)
@@ -69,7 +69,7 @@ def damaged_bytes(original: bytes, choices: Choices) -> bytes:
 
 
 def damaged_value(value: Any, choices: Choices) -> Any:
-    """The JSON value with one thing in it replaced, removed, renamed, repeated or exchanged for another part."""
+    """Return a JSON value with one part replaced, removed, renamed, repeated or exchanged for another part."""
     if isinstance(value, dict) and value and choices.below(8):
         key = sorted(value)[choices.below(len(value))]
         others = {other: inner for other, inner in value.items() if other != key}
@@ -121,28 +121,28 @@ def original_config() -> dict[str, Any]:
 
 
 def fuzz_manifest(directory: Path, data: bytes) -> bool:
-    """Whether a damaged ``config.json`` was read, which it may only be where it says what the original says."""
+    """Return whether a damaged ``config.json`` was read; it may be only if its entry equals the original."""
     choices, config = Choices(data), original_config()
     if choices.below(2):
         content = damaged_bytes(json.dumps(config, indent=2, sort_keys=True).encode(), choices)
     else:
-        whole = choices.below(2)
+        intact_entry = choices.below(2)
         entry = config["quantization_config"][CONFIG_KEY]
-        config["quantization_config"][CONFIG_KEY] = entry if whole else damaged_json(entry, choices)
-        content = json.dumps(damaged_json(config, choices) if whole else config).encode()
+        config["quantization_config"][CONFIG_KEY] = entry if intact_entry else damaged_json(entry, choices)
+        content = json.dumps(damaged_json(config, choices) if intact_entry else config).encode()
     (directory / "config.json").write_bytes(content)
     try:
         found = Manifest.from_checkpoint(directory)
     except CoverageError as error:
         _assert_sentence(error)
         return False
-    # no entry: the caller refuses the directory as one of another kind
+    # without an entry callers stop, because the directory is not a pruned checkpoint
     assert found is None or found == original_manifest(), content
     return found is not None
 
 
 def fuzz_forged_manifest(directory: Path, data: bytes) -> bool:
-    """Whether an entry that was changed and given a checksum was read, which can then be written again."""
+    """Return whether an entry with changes and a correct checksum was read; then it can be written again."""
     entry = damaged_json(original_manifest().to_entry(), Choices(data))
     if isinstance(entry, dict):
         entry[CHECKSUM_KEY] = checksum(entry)
@@ -157,7 +157,7 @@ def fuzz_forged_manifest(directory: Path, data: bytes) -> bool:
     assert all(0 <= width <= found.intermediate_size for widths in found.widths.values() for width in widths)
     again = Manifest.from_quantization_config({CONFIG_KEY: found.to_entry()})
     assert again is not None
-    # not equal where a NaN stands among the provenance
+    # compared as text, because a NaN in the provenance does not equal itself
     assert json.dumps(again.to_entry()) == json.dumps(found.to_entry())
     return True
 
@@ -166,7 +166,7 @@ def fuzz_forged_manifest(directory: Path, data: bytes) -> bool:
 
 
 def fuzz_index(directory: Path, data: bytes) -> bool:
-    """Whether a damaged index was read, which may only name files of the directory."""
+    """Return whether a damaged index was read; it may list only files of the directory."""
     choices = Choices(data)
     for name in SHARDS:
         (directory / name).touch()
@@ -207,13 +207,13 @@ def original_scores() -> tuple[AttributionScores, dict[str, Any]]:
 @cache
 def original_score_file() -> bytes:
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "scores.bin"
+        path = Path(directory) / "scores.safetensors"
         save_scores(path, *original_scores())
         return path.read_bytes()
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and tensors of a safetensors file."""
+    """Return the header and the tensors of a safetensors file."""
     end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     return json.loads(data[LENGTH_BYTES:end]), data[end:]
 
@@ -224,7 +224,7 @@ def joined(header: Any, tensors: bytes) -> bytes:
 
 
 def fuzz_scores(directory: Path, data: bytes) -> bool:
-    """Whether a damaged score file was read, which it may only be where it holds what the original holds."""
+    """Return whether a damaged score file was read; it may be only if its content equals the original."""
     choices = Choices(data)
     if choices.below(2):
         content = damaged_bytes(original_score_file(), choices)
@@ -243,7 +243,7 @@ def fuzz_scores(directory: Path, data: bytes) -> bool:
 
 
 def fuzz_forged_scores(directory: Path, data: bytes) -> bool:
-    """Whether a score file that was changed and given a checksum was read, which can then be planned from."""
+    """Return whether a score file with changes and a correct checksum was read; then it is valid for planning."""
     choices = Choices(data)
     header, tensors = split(original_score_file())
     tensors = damaged_bytes(tensors, choices) if choices.below(3) == 0 else tensors
@@ -270,9 +270,9 @@ def fuzz_forged_scores(directory: Path, data: bytes) -> bool:
 
 
 def _read_scores(directory: Path, content: bytes) -> tuple[AttributionScores, dict[str, Any]] | None:
-    (directory / "scores.bin").write_bytes(content)
+    (directory / "scores.safetensors").write_bytes(content)
     try:
-        return load_scores(directory / "scores.bin")
+        return load_scores(directory / "scores.safetensors")
     except CoverageError as error:
         _assert_sentence(error)
         return None
@@ -281,7 +281,7 @@ def _read_scores(directory: Path, content: bytes) -> tuple[AttributionScores, di
 def _assert_sentence(error: CoverageError) -> None:
     message = str(error)
     assert message
-    assert len(message) < 2000, "a file's content must not flood the message"
+    assert len(message) < 2000, "the content of a file must not fill the message"
 
 
 TARGETS: dict[str, Callable[[Path, bytes], bool]] = {
@@ -294,10 +294,10 @@ TARGETS: dict[str, Callable[[Path, bytes], bool]] = {
 
 
 def main() -> None:
-    """Give a target to atheris; its other arguments are that program's own."""
+    """Run a target in atheris, which reads the other arguments."""
     import atheris  # pyright: ignore[reportMissingImports]  # by hand only
 
-    # once more, with the branches of the readers counted
+    # import again, with the branches of the readers counted
     for name in [name for name in sys.modules if name.startswith("moe_coverage_plugin")]:
         del sys.modules[name]
     with atheris.instrument_imports(include=["moe_coverage_plugin"]):

@@ -1,4 +1,4 @@
-"""Directories that are damaged, incomplete or forged are refused in a sentence by all who open them."""
+"""All readers stop with a clear error at directories that are damaged, incomplete or forged."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def first_shard(directory: Path) -> Path:
 
 
 def serve(directory: Path) -> None:
-    """What the serving half reads in the user's process, before an engine starts."""
+    """Read what the serving half reads in the user's process, before an engine starts."""
     manifest = Manifest.from_checkpoint(directory)
     assert manifest is not None
     assert has_weights(directory)
     check_headers(directory, manifest)
 
 
-def assert_refused(directory: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By :func:`load`, by the serving half and by the console, each in one line, and nothing is written."""
+def assert_stops(directory: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that load(), the serving half and the command line raise an error of one line and write nothing."""
     before = sorted(directory.parent.rglob("*"))
     for opened in (load, serve):
-        with pytest.raises(CoverageError, match=words) as caught:
+        with pytest.raises(CoverageError, match=message) as caught:
             opened(directory)
         assert "\n" not in str(caught.value)
     capsys.readouterr()
@@ -62,13 +62,13 @@ def assert_refused(directory: Path, words: str, capsys: pytest.CaptureFixture[st
     assert main(["inspect", str(directory), "--json", str(written), "--pictures", str(directory.parent / "p")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.search(words, printed.err)
+    assert re.search(message, printed.err)
     assert printed.err.count("\n") == 1
     assert sorted(directory.parent.rglob("*")) == before
 
 
 def rename_in_index(directory: Path, name: Any) -> None:
-    """Let the index say another name for the first file."""
+    """Replace the name of the first file in the index."""
     index = json.loads((directory / INDEX_NAME).read_text())
     first = first_shard(directory).name
     index["weight_map"] = {key: name if file == first else file for key, file in index["weight_map"].items()}
@@ -76,7 +76,7 @@ def rename_in_index(directory: Path, name: Any) -> None:
 
 
 def move_out(directory: Path) -> Path:
-    """Put the first file beside the directory, where it is whole and readable."""
+    """Move the first file out of the directory, to a place where it is readable."""
     return Path(shutil.move(first_shard(directory), directory.parent / "outside.safetensors"))
 
 
@@ -120,11 +120,11 @@ def linked_folder(directory: Path) -> None:
         lambda directory: rename_in_index(directory, {"a": {}}),
     ],
 )
-def test_names_in_the_index_that_are_none_of_a_file_beside_it(
+def test_names_in_the_index_of_no_file_in_the_directory(
     copy: Path, trick: Edit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trick(copy)
-    assert_refused(copy, r"lists .*, but only safetensors files in its own directory are allowed", capsys)
+    assert_stops(copy, r"lists .*, but only safetensors files in its own directory are allowed", capsys)
 
 
 def link_out(directory: Path) -> None:
@@ -146,7 +146,7 @@ def link_out_without_an_index(directory: Path) -> None:
 @pytest.mark.parametrize("trick", [link_out, link_out_twice, link_out_without_an_index])
 def test_links_out_of_the_directory(copy: Path, trick: Edit, capsys: pytest.CaptureFixture[str]) -> None:
     trick(copy)
-    assert_refused(copy, r"is a link to .*outside\.safetensors, outside of .*: copy the file itself", capsys)
+    assert_stops(copy, r"is a link to .*outside\.safetensors, outside of .*: copy the file itself", capsys)
 
 
 def test_links_within_the_directory_and_to_it_are_followed(copy: Path, sharded: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_links_within_the_directory_and_to_it_are_followed(copy: Path, sharded: 
 
 
 def test_links_of_the_hugging_face_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
-    """Files of a snapshot link to blobs beside all snapshots, named by their hash."""
+    """Files of a snapshot are links to blobs in a directory beside all snapshots, named by their hash."""
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -176,7 +176,7 @@ def test_a_truncated_shard(copy: Path, keep: float, capsys: pytest.CaptureFixtur
     file = first_shard(copy)
     data = file.read_bytes()
     file.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
-    assert_refused(copy, rf"{re.escape(file.name)} cannot be read", capsys)
+    assert_stops(copy, rf"{re.escape(file.name)} cannot be read", capsys)
 
 
 @pytest.mark.parametrize("dangling", [False, True])
@@ -184,18 +184,18 @@ def test_a_missing_shard(copy: Path, dangling: bool, capsys: pytest.CaptureFixtu
     file = first_shard(copy)
     file.unlink()
     if dangling:
-        file.symlink_to("gone")
-    assert_refused(copy, rf"lacks {re.escape(file.name)}, which is one of \d+ files", capsys)
+        file.symlink_to("absent")
+    assert_stops(copy, rf"lacks {re.escape(file.name)}, which is one of \d+ files", capsys)
 
 
 @pytest.mark.parametrize(
     "make", [lambda file: os.mkfifo(file), lambda file: file.mkdir(), lambda file: file.symlink_to(file.name)]
 )
-def test_a_shard_that_is_no_file(copy: Path, make: Edit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_that_is_not_a_file(copy: Path, make: Edit, capsys: pytest.CaptureFixture[str]) -> None:
     file = first_shard(copy)
     file.unlink()
     make(file)
-    assert_refused(copy, rf"lacks {re.escape(file.name)}", capsys)
+    assert_stops(copy, rf"lacks {re.escape(file.name)}", capsys)
 
 
 @pytest.mark.parametrize(
@@ -203,16 +203,16 @@ def test_a_shard_that_is_no_file(copy: Path, make: Edit, capsys: pytest.CaptureF
 )
 def test_a_damaged_index(copy: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / INDEX_NAME).write_bytes(text.encode("latin-1"))
-    assert_refused(copy, rf"{re.escape(INDEX_NAME)} cannot be read", capsys)
+    assert_stops(copy, rf"{re.escape(INDEX_NAME)} cannot be read", capsys)
 
 
 def test_a_shard_of_other_widths(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tensors and widths that disagree, as from files of two writings."""
+    """Tensors and widths that disagree, as in files of two checkpoints."""
     file = next(file for file in sorted(copy.glob("*.safetensors")) if packed(load_file(file)))
     tensors = load_file(file)
     name = packed(tensors)[0]
     save_file(tensors | {name: tensors[name][:, :-4].contiguous()}, file, {"format": "pt"})
-    assert_refused(copy, rf"{re.escape(name)} has shape", capsys)
+    assert_stops(copy, rf"{re.escape(name)} has shape", capsys)
 
 
 def packed(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -227,18 +227,18 @@ def entry_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_flipped_byte_in_the_entry(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A digit of a number that no tensor contradicts: the width before pruning."""
+    """A digit of the width before pruning, which no tensor contradicts."""
     text = (copy / "config.json").read_text()
     assert text.count('"intermediate_size": 128') == 2
     entry = text.index('"moe_coverage"')
     (copy / "config.json").write_text(
         text[:entry] + text[entry:].replace('"intermediate_size": 128', '"intermediate_size": 160', 1)
     )
-    assert_refused(copy, "does not match its sha256", capsys)
+    assert_stops(copy, "does not match its sha256", capsys)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"version": 2}, "has schema version 2, this release reads 1"),
         ({"version": True}, "has schema version True"),
@@ -257,8 +257,8 @@ def test_a_flipped_byte_in_the_entry(copy: Path, capsys: pytest.CaptureFixture[s
     ],
     ids=str,
 )
-def test_an_entry_that_says_something_else(
-    copy: Path, changes: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+def test_an_entry_with_wrong_values(
+    copy: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_json(copy)
     entry = entry_of(config)
@@ -266,7 +266,7 @@ def test_an_entry_that_says_something_else(
     if "sha256" not in changes:
         entry["sha256"] = checksum(entry)
     (copy / "config.json").write_text(json.dumps(config))
-    assert_refused(copy, words, capsys)
+    assert_stops(copy, message, capsys)
 
 
 def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,14 +277,14 @@ def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.Captur
     widths[expert] -= entry["block_size"]
     entry["sha256"] = checksum(entry)
     (copy / "config.json").write_text(json.dumps(config))
-    assert_refused(copy, rf"{re.escape(layer)}\.{expert}\.\w+\.weight_packed has shape", capsys)
+    assert_stops(copy, rf"{re.escape(layer)}\.{expert}\.\w+\.weight_packed has shape", capsys)
 
 
 # --- files that transformers reads
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"dtype": "gloat32"}, "has no attribute 'gloat32'"),
         ({"dtype": "nn"}, r"config\.json describes nothing"),
@@ -300,9 +300,9 @@ def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.Captur
     ],
     ids=str,
 )
-def test_a_config_that_transformers_cannot_read(copy: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_config_that_transformers_cannot_read(copy: Path, changes: dict[str, Any], message: str) -> None:
     (copy / "config.json").write_text(json.dumps(config_json(copy) | changes))
-    with pytest.raises(CoverageError, match=words) as caught:
+    with pytest.raises(CoverageError, match=message) as caught:
         load(copy)
     assert "\n" not in str(caught.value)
 
@@ -310,7 +310,7 @@ def test_a_config_that_transformers_cannot_read(copy: Path, changes: dict[str, A
 @pytest.mark.parametrize(
     "groups", [3, {"group_0": 3}, {"group_0": {"targets": ["Linear"], "weights": {"num_bits": "x"}}}]
 )
-def test_a_quantization_that_nobody_can_read(copy: Path, groups: Any) -> None:
+def test_a_quantization_that_cannot_be_read(copy: Path, groups: Any) -> None:
     config = config_json(copy)
     config["quantization_config"]["config_groups"] = groups
     (copy / "config.json").write_text(json.dumps(config))

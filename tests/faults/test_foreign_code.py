@@ -1,4 +1,4 @@
-"""Opening a stranger's checkpoint runs nothing of it: no pickle, and no Python file without the caller's word."""
+"""Opening an untrusted checkpoint runs no code of it: no pickle, and no Python file unless the caller allows it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StrangeForCausalLM(Qwen3MoeForCausalLM):
 
 
 class Touch:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -63,12 +63,12 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """What code of the checkpoint would leave behind; a test ends without it."""
+    """A path that exists once code of the checkpoint has run."""
     return tmp_path / "marker"
 
 
 def name_code(copy: Path, marker: Path, model_type: str) -> None:
-    """Put a modelling file beside the weights, and let the config name it."""
+    """Put a modeling file beside the weights, and name it in the config."""
     (copy / "modeling_strange.py").write_text(CODE.format(marker=str(marker), model_type=model_type))
     named = {"AutoConfig": "modeling_strange.StrangeConfig"}
     named |= dict.fromkeys(
@@ -79,18 +79,18 @@ def name_code(copy: Path, marker: Path, model_type: str) -> None:
 
 
 def inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Status and everything that ``moe-coverage inspect`` prints."""
+    """Exit status and complete output of ``moe-coverage inspect``."""
     capsys.readouterr()
     status = main(["inspect", str(directory)])
     printed = capsys.readouterr()
     return status, printed.out + printed.err
 
 
-def test_code_for_an_unknown_architecture_is_refused(
+def test_code_for_an_unknown_architecture_does_not_run(
     copy: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name_code(copy, marker, "strange_moe")
-    # transformers asks on the terminal where nobody has decided, and takes what comes for an answer
+    # without trust_remote_code=False transformers asks on the terminal
     monkeypatch.setattr("builtins.input", lambda _prompt: "y")
     with pytest.raises(CoverageError, match="trust_remote_code=True") as caught:
         load(copy)
@@ -101,8 +101,8 @@ def test_code_for_an_unknown_architecture_is_refused(
     assert "auto_map), none of which was run" in printed
 
 
-def test_code_for_a_known_architecture_is_passed_over(copy: Path, checkpoint: Path, marker: Path) -> None:
-    """Published checkpoints of known families still name the code that they came with."""
+def test_code_for_a_known_architecture_is_not_used(copy: Path, checkpoint: Path, marker: Path) -> None:
+    """Published checkpoints of known families still name the code that they were published with."""
     name_code(copy, marker, "qwen3_moe")
     assert torch.equal(logits(aligned(load(copy))), logits(aligned(load(checkpoint))))
     assert not marker.exists()
@@ -110,7 +110,7 @@ def test_code_for_a_known_architecture_is_passed_over(copy: Path, checkpoint: Pa
 
 
 def test_trusted_code_runs(copy: Path, checkpoint: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the marker tells: with the caller's word the same file is imported."""
+    """Shows that the marker works: if the caller allows it, the same file is imported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(marker.parent / "modules"))
     name_code(copy, marker, "strange_moe")
     model = load(copy, trust_remote_code=True)
@@ -119,14 +119,14 @@ def test_trusted_code_runs(copy: Path, checkpoint: Path, marker: Path, monkeypat
     assert torch.equal(logits(aligned(model)), logits(aligned(load(checkpoint))))
 
 
-def test_attention_from_elsewhere_is_refused(copy: Path) -> None:
+def test_attention_from_the_hub_is_not_used(copy: Path) -> None:
     config = config_json(copy) | {"attn_implementation": "stranger/kernel"}
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CoverageError, match="attention computed by stranger/kernel, code from elsewhere"):
         load(copy)
 
 
-def test_a_pickle_in_the_place_of_weights(copy: Path, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_instead_of_weights(copy: Path, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / WEIGHTS).unlink()
     index = {"weight_map": {"lm_head.weight": "pytorch_model.bin"}}
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
@@ -168,14 +168,14 @@ def test_a_pickle_under_the_name_of_another_file(
     assert not marker.exists()
 
 
-def test_the_pickle_would_have_left_a_marker(marker: Path) -> None:
+def test_the_pickle_creates_the_marker(marker: Path) -> None:
     pickle.loads(pickle.dumps(Touch(marker)))
     assert marker.exists()
 
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNPICKLING_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "pd.read_pickle"}
-# where the package lets transformers open something
+# calls by which the package lets transformers open something, and whether they pass trust_remote_code
 OPENED = {
     "cli/oneshot.py": {
         "AutoConfig.from_pretrained": True,
@@ -184,7 +184,7 @@ OPENED = {
     },
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     "recovery/run.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
-    # the toolkit's name for what a config says of experts
+    # the toolkit's description of experts, made from a config
     "modeling/moe_layers.py": {"MoEConfig.from_config": False},
     "checkpoint/model_config.py": {"AutoConfig.from_pretrained": True},
     "checkpoint/skeleton.py": {"factory.from_config": True},

@@ -1,4 +1,4 @@
-"""A few hundred damaged files for every reader: the original's meaning or a refusal, and nothing else."""
+"""Every reader of a damaged file returns the content of the original or raises CoverageError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_readers_of_damaged_files(workspace: Path, name: str) -> None:
         outcomes.add(TARGETS[name](workspace, data))
 
     run()
-    # a reader that refuses everything would pass; of a score file every byte counts
+    # a reader that stops at every file would pass otherwise; of a score file every byte counts
     assert outcomes >= ({False} if name == "scores" else {True, False})
 
 
@@ -46,10 +46,10 @@ def test_readers_of_damaged_files(workspace: Path, name: str) -> None:
         ("forged_scores", "moe_coverage_plugin.files.scores._check_shapes"),
     ],
 )
-def test_a_reader_without_a_check_is_found_out(
+def test_a_reader_without_a_check_fails(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str, check: str
 ) -> None:
-    """Damage that finds no fault in a reader that has one would show nothing."""
+    """Shows that the damage is sufficient: a reader without one of its checks fails the test."""
     without = {
         "checksum": lambda entry: entry.get("sha256"),
         "_indexed_names": lambda directory: list(read_json(directory / INDEX_NAME)["weight_map"].values()),

@@ -1,4 +1,4 @@
-"""What a run that died leaves beside its output goes with the next one; what a living run writes stays."""
+"""The next run removes what a killed run left beside its output, but not what a running process writes."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ with in_use(Path(sys.argv[1])), in_use(Path(sys.argv[2])):
 
 @pytest.fixture
 def partials(tmp_path: Path) -> tuple[Path, Path]:
-    """A directory and a file as two runs write them."""
-    directory, file = tmp_path / ".out.ab12_cd3.partial", tmp_path / ".scores.bin.77.partial"
+    """A partial directory and a partial file, as runs write them."""
+    directory, file = tmp_path / ".out.ab12_cd3.partial", tmp_path / ".scores.safetensors.77.partial"
     (directory / "deep").mkdir(parents=True)
     (directory / "deep" / "model.safetensors").write_bytes(b"half")
     file.write_bytes(b"half")
     return directory, file
 
 
-def test_goes_once_its_writer_is_dead(tmp_path: Path, partials: tuple[Path, Path]) -> None:
+def test_is_removed_once_its_writer_ended(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     directory, file = partials
     command = [sys.executable, "-c", WRITER, *map(str, partials)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert any(line == b"writing\n" for line in writer.stdout)
         check_output(tmp_path / "out")
-        write_atomically(tmp_path / "scores.bin", b"whole")
+        write_atomically(tmp_path / "scores.safetensors", b"complete")
         assert directory.is_dir()
         assert file.is_file()
         writer.kill()
     check_output(tmp_path / "out")
     assert not directory.exists()
-    write_atomically(tmp_path / "scores.bin", b"whole")
-    assert [path.name for path in tmp_path.iterdir()] == ["scores.bin"]
+    write_atomically(tmp_path / "scores.safetensors", b"complete")
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.safetensors"]
 
 
-def test_this_process_counts_as_well(tmp_path: Path, partials: tuple[Path, Path]) -> None:
+def test_partials_of_this_process_stay(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     with in_use(partials[0]):
         assert remove_leftovers(tmp_path / "out") == []
     assert remove_leftovers(tmp_path / "out") == [partials[0]]
 
 
-def test_leaves_what_is_of_others(tmp_path: Path, partials: tuple[Path, Path]) -> None:
+def test_other_files_stay(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     (tmp_path / "mine").mkdir()
     names = [".out.partial", ".out2.ab.partial", ".out.a.b.partial", "out.ab.partial", ".out.ab.partial.txt", "out"]
     for name in names:
@@ -71,7 +71,7 @@ def test_leaves_what_is_of_others(tmp_path: Path, partials: tuple[Path, Path]) -
     assert remove_leftovers(tmp_path / "absent" / "out") == []
 
 
-def test_a_refused_output_keeps_what_lies_beside_it(tmp_path: Path, partials: tuple[Path, Path]) -> None:
+def test_a_directory_that_is_not_empty_keeps_what_is_beside_it(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()
     with pytest.raises(ValueError, match="not empty"):
@@ -79,14 +79,14 @@ def test_a_refused_output_keeps_what_lies_beside_it(tmp_path: Path, partials: tu
     assert partials[0].is_dir()
 
 
-def test_what_is_left_of_a_staged_directory_has_no_config(tmp_path: Path) -> None:
-    """Stock vLLM opened whole weights of unequal widths beside the config that the toolkit writes, and said NaN."""
+def test_a_staged_directory_of_a_killed_process_has_no_config(tmp_path: Path) -> None:
+    """Stock vLLM opened complete weights of unequal widths with the toolkit's config, and computed NaN."""
     if (child := os.fork()) == 0:
         with staged(tmp_path / "out") as directory:
             for name in ("config.json", "model.safetensors"):
                 (directory / name).write_text("{}")
-            told = (directory / "config.json").read_text() == "{}"
-            os.kill(os.getpid(), signal.SIGKILL if told else signal.SIGTERM)
+            is_written = (directory / "config.json").read_text() == "{}"
+            os.kill(os.getpid(), signal.SIGKILL if is_written else signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     (left,) = tmp_path.iterdir()
@@ -96,7 +96,7 @@ def test_what_is_left_of_a_staged_directory_has_no_config(tmp_path: Path) -> Non
         load(left)
 
 
-def test_two_runs_may_write_beside_each_other(tmp_path: Path) -> None:
+def test_two_runs_can_write_beside_each_other(tmp_path: Path) -> None:
     with staged(tmp_path / "out") as first, staged(tmp_path / "other") as second:
         check_output(tmp_path / "out")
         check_output(tmp_path / "other")

@@ -1,10 +1,8 @@
-"""Score files come back bit for bit, and nothing else comes back at all."""
+"""Score files are read bit for bit, and any damaged file stops with a clear error."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from moe_coverage_plugin.core.planning import plan_widths
@@ -21,6 +19,7 @@ from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options import CoverageOptions
+from tests.files.forged import Change, forge, to_version_1
 
 PROVENANCE = {"model": "a/b", "calibration_batches": 4, "versions": {"torch": "2"}, "recipe": [{"ignore": []}]}
 OPTIONAL = ("layer_loss_L", "nll_signed_LE", "nll_absolute_LE", "nll_squared_LE")
@@ -58,13 +57,13 @@ def assert_same(found: AttributionScores, expected: AttributionScores) -> None:
 
 @pytest.fixture(scope="module")
 def real_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A score file that every damage is done to."""
-    path = tmp_path_factory.mktemp("scores") / "scores.bin"
+    """A score file, to be damaged."""
+    path = tmp_path_factory.mktemp("scores") / "scores.safetensors"
     save_scores(path, random_scores(), PROVENANCE)
     return path
 
 
-def refusal(path: Path) -> str:
+def error_of(path: Path) -> str:
     with pytest.raises(CoverageError) as caught:
         load_scores(path)
     message = str(caught.value)
@@ -73,22 +72,22 @@ def refusal(path: Path) -> str:
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.sets(st.sampled_from(OPTIONAL)))
-def test_comes_back_bit_for_bit(
+def test_is_read_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, layers: int, experts: int, channels: int, measured: set[str]
 ) -> None:
     scores = random_scores(layers, experts, channels, tuple(sorted(measured)))
-    path = tmp_path_factory.mktemp("round") / "missing" / "scores.bin"
+    path = tmp_path_factory.mktemp("round") / "missing" / "scores.safetensors"
     save_scores(path, scores, PROVENANCE)
     found, provenance = load_scores(path)
     assert_same(found, scores)
     assert provenance == PROVENANCE
-    assert [file.name for file in path.parent.iterdir()] == ["scores.bin"]
+    assert [file.name for file in path.parent.iterdir()] == ["scores.safetensors"]
 
 
-def test_plans_from_the_file_are_those_of_the_run(tmp_path: Path) -> None:
+def test_plans_from_the_file_equal_those_of_the_run(tmp_path: Path) -> None:
     scores = random_scores(3, 8, 32)
-    save_scores(tmp_path / "scores.bin", scores, {})
-    found, _ = load_scores(tmp_path / "scores.bin")
+    save_scores(tmp_path / "scores.safetensors", scores, {})
+    found, _ = load_scores(tmp_path / "scores.safetensors")
     on_two_levels = CoverageOptions(sparsity=0.4, scope="layers", intra_layer="coverage")
     for options, importance in (
         (on_two_levels, "first_order"),
@@ -106,8 +105,8 @@ def test_any_tensor_is_stored_in_full(tmp_path: Path) -> None:
     scores = AttributionScores(
         ["layer"], [1], "weight", square_EI[None], shared_LE, shared_LE, shared_LE.round().int(), shared_LE
     )
-    save_scores(tmp_path / "scores.bin", scores, {})
-    found, _ = load_scores(tmp_path / "scores.bin")
+    save_scores(tmp_path / "scores.safetensors", scores, {})
+    found, _ = load_scores(tmp_path / "scores.safetensors")
     assert torch.equal(found.channels_LEI, scores.channels_LEI.double())
     assert torch.equal(found.tokens_LE, scores.tokens_LE.long())
     assert torch.equal(found.routing_weight_sum_LE, shared_LE.double())
@@ -118,18 +117,18 @@ def test_unusable_scores_are_not_written(tmp_path: Path, value: float) -> None:
     scores = random_scores()
     scores.channels_LEI[1, 2, 3] = value
     with pytest.raises(CoverageError, match="layer 1 expert 2"):
-        save_scores(tmp_path / "scores.bin", scores, {})
+        save_scores(tmp_path / "scores.safetensors", scores, {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "taken" / "scores.bin").mkdir(parents=True)
+    (tmp_path / "taken" / "scores.safetensors").mkdir(parents=True)
     with pytest.raises(CoverageError, match="cannot be written"):
-        save_scores(tmp_path / "taken" / "scores.bin", random_scores(), {})
-    assert [file.name for file in (tmp_path / "taken").iterdir()] == ["scores.bin"]
+        save_scores(tmp_path / "taken" / "scores.safetensors", random_scores(), {})
+    assert [file.name for file in (tmp_path / "taken").iterdir()] == ["scores.safetensors"]
     (tmp_path / "file").touch()
     with pytest.raises(CoverageError, match="cannot be written"):
-        save_scores(tmp_path / "file" / "scores.bin", random_scores(), {})
+        save_scores(tmp_path / "file" / "scores.safetensors", random_scores(), {})
 
 
 @given(st.data())
@@ -154,19 +153,19 @@ def test_any_change_is_noticed(real_file: Path, data: st.DataObject) -> None:
     if changed == original:
         assert_same(load_scores(copy)[0], random_scores())
     else:
-        refusal(copy)
+        error_of(copy)
 
 
 def test_every_single_byte_counts(tmp_path: Path) -> None:
-    path = tmp_path / "scores.bin"
+    path = tmp_path / "scores.safetensors"
     save_scores(path, random_scores(1, 1, 1, ()), {})
     original = bytearray(path.read_bytes())
     for place, byte in enumerate(original):
-        # the spaces that pad a header may become other white space, which JSON does not mind
+        # JSON also allows other white space instead of the spaces that pad a header
         original[place] = ord("\t") if byte == ord(" ") else byte ^ 0x01
         path.write_bytes(original)
         original[place] = byte
-        refusal(path)
+        error_of(path)
 
 
 JSON = st.recursive(
@@ -179,33 +178,40 @@ JSON = st.recursive(
 @given(
     JSON | st.fixed_dictionaries({"__metadata__": JSON, "channels_LEI": JSON}), st.none() | st.integers(0, 2**64 - 1)
 )
-def test_adversarial_headers_are_refused(real_file: Path, header: Any, length: int | None) -> None:
+def test_adversarial_headers(real_file: Path, header: Any, length: int | None) -> None:
     text = json.dumps(header).encode()
     path = real_file.with_name("header.bin")
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(64))
-    refusal(path)
+    error_of(path)
 
 
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused(real_file: Path, data: bytes) -> None:
+def test_arbitrary_bytes(real_file: Path, data: bytes) -> None:
     path = real_file.with_name("bytes.bin")
     path.write_bytes(data)
-    refusal(path)
+    error_of(path)
 
 
-def forge(path: Path, source: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
-    """A file that is damaged but whose checksum fits, as the format says it is made."""
-    tensors, metadata = load_file(source), metadata_of(source)
-    metadata["sha256"] = "0" * 64
-    change(tensors, metadata)
-    blank = save(tensors, metadata)
-    digest = hashlib.sha256(blank).hexdigest()
-    path.write_bytes(blank.replace(b'"sha256":"' + b"0" * 64, b'"sha256":"' + digest.encode()))
-
-
-def metadata_of(path: Path) -> dict[str, str]:
-    data = path.read_bytes()
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+def test_files_of_the_first_release_are_read() -> None:
+    """The file was written by the first release, which called one tensor ``gate_sum_LE``."""
+    scores, provenance = load_scores(Path(__file__).parents[1] / "data" / "moe_coverage_scores.bin")
+    row_E = torch.arange(3, dtype=torch.float64)
+    expected = AttributionScores(
+        names=["model.layers.1.mlp.experts"],
+        top_k=[2],
+        channel_metric="fisher",
+        channels_LEI=torch.arange(6, dtype=torch.float64).reshape(1, 3, 2),
+        first_order_LE=10 + row_E[None],
+        second_order_LE=20 + row_E[None],
+        tokens_LE=30 + row_E[None].long(),
+        routing_weight_sum_LE=40 + row_E[None],
+        layer_loss_L=torch.tensor([50.0], dtype=torch.float64),
+        nll_signed_LE=-60 - row_E[None],
+        nll_absolute_LE=70 + row_E[None],
+        nll_squared_LE=80 + row_E[None],
+    )
+    assert_same(scores, expected)
+    assert provenance == {"model": "a/b", "calibration_batches": 4}
 
 
 def test_a_forged_file_without_damage_is_read(real_file: Path, tmp_path: Path) -> None:
@@ -213,7 +219,6 @@ def test_a_forged_file_without_damage_is_read(real_file: Path, tmp_path: Path) -
     assert_same(load_scores(tmp_path / "forged.bin")[0], random_scores())
 
 
-Change = Callable[[dict[str, Tensor], dict[str, str]], Any]
 FORGERIES: dict[str, tuple[Change, str]] = {
     "other version": (lambda _, metadata: metadata.update(schema_version="3"), "has schema version '3'"),
     "no version": (lambda _, metadata: metadata.pop("schema_version"), "has schema version None"),
@@ -237,6 +242,14 @@ FORGERIES: dict[str, tuple[Change, str]] = {
         lambda _, metadata: metadata.update(provenance="[" * 200_000),
         "provenance that are not JSON",
     ),
+    "version 1 with a name of version 2": (
+        lambda _, metadata: metadata.update(schema_version="1"),
+        "(gate_sum_LE, routing_weight_sum_LE)",
+    ),
+    "version 2 with a name of version 1": (
+        lambda tensors, metadata: (to_version_1(tensors, metadata), metadata.update(schema_version="2")),
+        "(gate_sum_LE, routing_weight_sum_LE)",
+    ),
     "missing tensor": (lambda tensors, _: tensors.pop("tokens_LE"), "tokens_LE"),
     "extra tensor": (lambda tensors, _: tensors.update(extra=torch.ones(1)), "extra"),
     "float tokens": (lambda tensors, _: tensors.update(tokens_LE=tensors["tokens_LE"].double()), "tokens_LE as F64"),
@@ -259,27 +272,27 @@ FORGERIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forgeries_are_refused(real_file: Path, tmp_path: Path, name: str) -> None:
-    change, words = FORGERIES[name]
+def test_forgeries(real_file: Path, tmp_path: Path, name: str) -> None:
+    change, expected = FORGERIES[name]
     path = tmp_path / "forged.bin"
     forge(path, real_file, change)
-    message = refusal(path)
-    assert words in message
-    assert "checksum" not in message or "checksum" in words
+    message = error_of(path)
+    assert expected in message
+    assert "checksum" not in message or "checksum" in expected
 
 
-def test_files_of_other_kinds_are_refused(real_file: Path, tmp_path: Path) -> None:
-    assert "there is no score file" in refusal(tmp_path / "absent.bin")
-    assert "there is no score file" in refusal(tmp_path)
+def test_files_of_other_kinds(real_file: Path, tmp_path: Path) -> None:
+    assert "there is no score file" in error_of(tmp_path / "absent.bin")
+    assert "there is no score file" in error_of(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(save({"weight": torch.ones(2, 2)}))
-    assert "holds no scores" in refusal(tmp_path / "weights.safetensors")
+    assert "holds no scores" in error_of(tmp_path / "weights.safetensors")
     torch.save({"channels_LEI": torch.ones(1, 1, 1)}, tmp_path / "pickle.bin")
-    assert "cannot be read" in refusal(tmp_path / "pickle.bin")
+    assert "cannot be read" in error_of(tmp_path / "pickle.bin")
     (tmp_path / "short.bin").write_bytes(real_file.read_bytes()[:-1])
-    assert "cannot be read" in refusal(tmp_path / "short.bin")
+    assert "cannot be read" in error_of(tmp_path / "short.bin")
 
 
-def test_scores_of_a_rule_of_ones_own_come_back(tmp_path: Path) -> None:
+def test_scores_of_a_users_own_rule(tmp_path: Path) -> None:
     own = replace(random_scores(), channels_LEI=torch.ones(2, 3, 4), channel_metric="own")
     save_scores(tmp_path / "own.bin", own, PROVENANCE)
     found, _ = load_scores(tmp_path / "own.bin")
@@ -299,7 +312,7 @@ def test_scores_of_a_rule_of_ones_own_come_back(tmp_path: Path) -> None:
         ("layer_loss_L", (3,)),
     ],
 )
-def test_tensors_of_unlike_shapes_are_refused_when_saved(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+def test_tensors_of_different_shapes_are_not_saved(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CoverageError, match=rf"{name} has shape .*, 2 layers of 3 experts need \[2"):
         save_scores(tmp_path / "own.bin", replace(random_scores(), **{name: torch.zeros(shape)}), PROVENANCE)
     assert not list(tmp_path.iterdir())
