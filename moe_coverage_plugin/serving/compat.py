@@ -1,23 +1,27 @@
-"""All that depends on the version or build of vLLM, found by looking for features, never by comparing numbers.
+"""All code that depends on the release or build of vLLM.
 
-Written against 0.32 and 0.26. Both build a mixture layer as a runner (router, gate, shared experts) around
-``RoutedExperts`` (weights), and both run per-architecture hooks on the finished configuration in the parent process.
+Written for vLLM 0.26 (run on GPUs) and 0.32 (run on CPUs); names and signatures were also compared with 0.33. In these
+releases an MoE layer is a runner (router, gate, shared experts) around ``RoutedExperts`` (weights), and the user's
+process runs a hook for each architecture on the finished engine configuration. No function compares version numbers:
+each one looks for a feature, which its docstring names. Lines marked ``# patch:`` are rows of ``docs/patches.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import _custom_ops as ops  # loads the operators that the questions below are about
+from vllm import _custom_ops as ops  # loads the operators that are looked up below
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEConfig,
+    FusedMoEParallelConfig,
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -32,81 +36,121 @@ VLLM_CPU_INT8_OPERATOR = "onednn_scaled_mm"
 TRANSFORMERS_BACKENDS = "Transformers"
 TRACKING = "enable_weights_track"
 NO_ONE_WIDTH = -1
-"""Channels on each rank where experts have no width in common; a method that allocates by it stops at once."""
+"""Expert width on each rank if experts have no width in common; a method that allocates by it stops at once."""
 
 
 def lacks_w4a16_linear() -> bool:
-    """Whether this build has no good kernel for 4-bit linear layers (all builds for CPUs).
+    """Return whether this build has no good kernel for 4-bit linear layers.
 
-    The one that they choose has no operator in builds for AVX2. In those for AVX-512 it takes 16-bit floats only, and
-    sums in them: over 2048 channels in bfloat16 it was 3 % off (0.32).
+    Seen in 0.32. Decided by the platform, because all builds for CPUs are affected: the kernel that they choose has no
+    operator in builds for AVX2. In builds for AVX-512 it takes 16-bit floats only and sums in them, which was 3 % off
+    over 2048 channels in bfloat16.
     """
+    # patch: cpu-w4a16-linear
     return current_platform.is_cpu()
 
 
 def lacks_w4a16_moe() -> bool:
-    """Whether this build has no kernel for 4-bit experts of one width (all builds for CPUs)."""
+    """Return whether this build cannot be relied on for 4-bit experts of one width.
+
+    Seen in 0.32. Decided by the platform: of the builds for CPUs, those for AVX2 have no operator for such experts.
+    """
+    # patch: cpu-w4a16-experts
     return current_platform.is_cpu()
 
 
 def lacks_data_parallel_moe() -> bool:
-    """Whether this build cannot gather the tokens of data-parallel ranks for their experts (all builds for CPUs)."""
+    """Return whether this build cannot gather the tokens of data-parallel ranks for their experts.
+
+    Seen in 0.32 for CPUs. Decided by whether the communicator for CPUs inherits ``all_gatherv``, which the base class
+    does not implement.
+    """
     if not current_platform.is_cpu():
         return False
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    # patch: cpu-data-parallel
     return CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv
 
 
 def loads_dummy_weights() -> bool:
-    """Whether the engine being built fills its parameters at random instead of reading a checkpoint."""
+    """Return whether the engine being built fills its parameters at random instead of reading a checkpoint.
+
+    The same in 0.26 and 0.32. Decided by the load format.
+    """
     return get_current_vllm_config().load_config.load_format == "dummy"
 
 
 def require_all_weights(vllm_config: VllmConfig) -> None:
-    """Have vLLM stop where a parameter finds no tensor; for quantized models it leaves it at random otherwise."""
+    """Make vLLM stop if a parameter finds no tensor; for quantized models it otherwise leaves the parameter at random.
+
+    Written for 0.32. Decided by whether the source of the default loader contains the name of the option, because
+    other loaders and releases without the option stop at it.
+    """
+    # patch: require-all-weights
     options: Any = vllm_config.load_config.model_loader_extra_config
-    # other loaders, and those of earlier releases, stop at an option that they do not know
     is_default = vllm_config.load_config.load_format in ("auto", "hf", "safetensors")
     if is_default and isinstance(options, dict) and TRACKING in getsource(DefaultModelLoader):
         options.setdefault(TRACKING, True)
 
 
-def mixture_layers() -> dict[str, Any]:
-    """Runners of the engine being built by layer name; filled while the model is constructed."""
+def moe_runners() -> dict[str, Any]:
+    """Return the runners of the engine being built by layer name; vLLM fills the table while it builds the model.
+
+    The same in 0.26 and 0.32.
+    """
     return get_current_vllm_config().compilation_config.static_forward_context
 
 
 def no_quantization() -> FusedMoEQuantConfig:
-    """The description of experts that vLLM's own kernels need not know how to scale."""
+    """Return the description of experts that vLLM's own kernels need not scale.
+
+    The same in 0.26 and 0.32.
+    """
     return FUSED_MOE_UNQUANTIZED_CONFIG
 
 
 def activation_name(layer: torch.nn.Module) -> str:
-    """Name of a mixture layer's activation, which is an enumeration or a string."""
+    """Return the name of an MoE layer's activation.
+
+    Decided by whether the activation has a ``value``: an enumeration in 0.26 and 0.32, a string before.
+    """
     activation: Any = layer.activation
     return getattr(activation, "value", activation)
 
 
 def swiglu_constants(layer: torch.nn.Module) -> dict[str, Any]:
-    """Constants of clamped or scaled SwiGLU variants that a mixture layer asks for; empty for the plain one."""
+    """Return the constants of the clamped or scaled SwiGLU that an MoE layer computes; empty for the plain one.
+
+    Decided by the attributes that the layer has: releases differ in which of them exist.
+    """
     names = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
     return {name: value for name in names if (value := getattr(layer, name, None)) is not None}
 
 
-def chooses_by_token_table(moe: FusedMoEConfig) -> bool:
-    """Whether a table of token ids chooses the experts of a layer, whatever its router's logits are.
+def router_logits_dtype(moe: FusedMoEConfig) -> torch.dtype:
+    """Return the dtype in which a layer's gate computes router logits.
 
-    Releases before 0.32 know no such layers.
+    Decided by the field of that name; without it, or without a value, logits have the dtype of the layer's input.
+    """
+    return getattr(moe, "router_logits_dtype", None) or moe.in_dtype
+
+
+def chooses_by_token_table(moe: FusedMoEConfig) -> bool:
+    """Return whether a table of token ids chooses the experts of a layer, whatever its router logits are.
+
+    Written for 0.32, the first release with such layers. Decided by the field ``has_hash_routing``.
     """
     return getattr(moe, "has_hash_routing", False)
 
 
 def misrotates_heads() -> bool:
-    """Whether this build's rotary operator is wrong where heads are a dimension of their own (0.32 for CPUs).
+    """Return whether this build's rotary operator is wrong if heads are a dimension of their own.
 
-    That is how multi-head latent attention calls it, unless its positions are scaled. Asked by a quarter turn.
+    Multi-head latent attention calls the operator in this way, unless its positions are scaled. Seen in 0.32 for CPUs.
+    Decided by rotating vectors of ones by 90 degrees, after which the even half must be -1.
     """
+    # patch: cpu-latent-positions
     if not current_platform.is_cpu():
         return False
     size, heads = 64, torch.ones(2, 2, 64)
@@ -116,10 +160,11 @@ def misrotates_heads() -> bool:
 
 
 def saturates_int8_products() -> bool:
-    """Whether this build sums pairs of 8-bit products in 16 bits, which large ones overflow (CPUs without VNNI).
+    """Return whether this build adds pairs of 8-bit products in 16 bits, which large products overflow.
 
-    Asked by a product of the largest numbers.
+    Seen in 0.32 on CPUs without VNNI. Decided by multiplying the largest numbers.
     """
+    # patch: cpu-int8-products
     if not current_platform.is_cpu() or not hasattr(torch.ops._C, VLLM_CPU_INT8_OPERATOR):
         return False
     channels, scale = 8, torch.ones(1, 1)
@@ -132,63 +177,83 @@ def saturates_int8_products() -> bool:
 
 
 def wants_batch_invariance() -> bool:
-    """Whether answers are to be the same, bit for bit, whatever else is in a batch."""
+    """Return whether the user requires outputs that do not depend, bit for bit, on what else is in a batch.
+
+    The same in 0.26 and 0.32.
+    """
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def complete_cpu_router(router: Any) -> None:
-    """Let the router of a build for CPUs read correction biases and sigmoid scores.
+    """Make the router of a build for CPUs use correction biases and sigmoid scores.
 
-    In 0.32 it does so only for experts in groups: elsewhere it passes over the bias without a word, and stops at
-    sigmoid scores. One group of all experts is the same choice, so that is what it is told.
+    Seen in 0.32: the router does both only for experts in groups. Without groups it ignores the bias without a message
+    and stops at sigmoid scores. One group of all experts selects the same experts, so the router gets one group.
+    Decided by the router's attributes.
     """
     if not current_platform.is_cpu() or getattr(router, "use_grouped_topk", True) or router.custom_routing_function:
         return
     has_bias = router.e_score_correction_bias is not None
     if router.scoring_func == "sigmoid" or (router.scoring_func == "softmax" and has_bias):
+        # patch: cpu-router-scores
         router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 
 def lift_expert_width_check(is_unread: Callable[[Any], bool]) -> None:
-    """Let any number of ranks share experts in engines whose quantization config never reads the one expert width.
+    """Allow any number of ranks for experts in engines whose quantization config never reads the one expert width.
 
-    vLLM asserts that the ranks divide that width while it describes a layer, before it asks for a method, and in the
-    model's config other layers are derived from the same number. So it is the description that is spared the check.
+    vLLM asserts that the number of ranks divides that width while it describes a layer, before it asks for a method,
+    and other layers are derived from the same number in the model's config. So the check is skipped in the description
+    and the number is kept. Written for 0.26 and 0.32; a release without the check needs nothing.
 
     Args:
         is_unread: called with an engine's quantization config, which may be ``None``.
+
+    Raises:
+        AttributeError: the description of a layer has no such fields any more.
     """
     check = getattr(FusedMoEConfig, "__post_init__", None)
     if check is None or hasattr(check, "coverage_check"):
         return
+    # now, because the check below runs for every model
+    for description, name in ((FusedMoEConfig, "intermediate_size"), (FusedMoEParallelConfig, "tp_size")):
+        if name not in {field.name for field in fields(description)}:
+            raise AttributeError(f"vLLM's {description.__name__} has no field {name}")
 
     def check_unless_unread(moe: FusedMoEConfig) -> None:
         width = moe.intermediate_size
         if width % moe.moe_parallel_config.tp_size == 0 or not is_unread(get_current_vllm_config().quant_config):
             check(moe)
             return
-        moe.intermediate_size = 0  # every number divides it
+        moe.intermediate_size = 0  # a multiple of every number
         check(moe)
         moe.intermediate_size = width
         moe.intermediate_size_per_partition = moe.intermediate_size_per_partition_unpadded = NO_ONE_WIDTH
 
-    check_unless_unread.coverage_check = check  # pyright: ignore[reportFunctionMemberAccess]  # a mark: lifted once
+    # a mark, so that the check is replaced once
+    check_unless_unread.coverage_check = check  # pyright: ignore[reportFunctionMemberAccess]
+    # patch: expert-width-check
     FusedMoEConfig.__post_init__ = check_unless_unread
 
 
 def check_engine_config(architectures: Iterable[str], check: Callable[[VllmConfig], None]) -> None:
-    """Have ``check`` look at the configuration of every engine of these architectures, in the user's own process.
+    """Run ``check`` on the configuration of every engine of these architectures, in the user's process.
 
     An error in the engine's process reaches the user only as "see root cause above". vLLM's table of hooks by
-    architecture is the one place outside its source where the whole configuration is seen before that process starts.
+    architecture is the one place outside its source that receives the complete configuration before that process
+    starts. Written for 0.26 and 0.32, which both have the table.
+
+    Args:
+        architectures: names of model classes; vLLM's classes for models that transformers runs are added.
+        check: raises an error if the engine must not start.
     """
-    # by what runs the model, which may be transformers
     backends = (name for name in ModelRegistry.get_supported_archs() if name.startswith(TRANSFORMERS_BACKENDS))
     for architecture in (*architectures, *backends):
         known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
         if getattr(known, "coverage_check", None) is check:
             continue
         hook = {"coverage_check": staticmethod(check), "verify_and_update_config": _followed_by(known, check)}
+        # patch: engine-config-hook
         MODELS_CONFIG_MAP[architecture] = type(f"Coverage{known.__name__}", (known,), hook)
 
 

@@ -33,16 +33,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-# Experts are Linear modules to the toolkit that wrote the targets; this one only lends its class name.
+# targets name experts by their class in llm-compressor, which is Linear
 LINEAR = torch.nn.Linear(1, 1, bias=False, device="meta")
 
 
 class CoverageConfig(CompressedTensorsConfig):
-    """compressed-tensors, save that our method serves what stock kernels cannot.
+    """vLLM's compressed-tensors with our methods for the layers that stock kernels cannot compute.
 
-    That is: experts of unequal width (layout ``ragged``), 4-bit experts where the build has no kernel for them, and
-    4-bit linear layers where the build has no good kernel. All else, the layouts ``padded`` and ``uniform`` included,
-    is left to vLLM.
+    These are experts of unequal width (layout ``ragged``), and, in builds of vLLM without a good kernel for them,
+    4-bit experts of one width and 4-bit linear layers. vLLM computes all other layers, also in the layouts ``padded``
+    and ``uniform``.
+
+    Attributes:
+        manifest: of the checkpoint.
+        schemes: how the experts that our method computes are stored, by module path of a layer's experts.
     """
 
     manifest: Manifest
@@ -54,13 +58,20 @@ class CoverageConfig(CompressedTensorsConfig):
         hf_quant_cfg: dict[str, Any],
         user_quant: str | None,  # noqa: ARG003  # vLLM's signature
         hf_config: PretrainedConfig | None = None,
+        **_: Any,  # vLLM calls this for every quantized model, so a new argument must not raise an error
     ) -> Any:
-        """Our name where the checkpoint carries our entry.
+        """Claim a checkpoint that has our entry; vLLM calls this in the user's process.
 
-        Runs in the user's process, so that a damaged entry or one of another release is refused where it is seen.
+        Args:
+            hf_quant_cfg: the checkpoint's ``quantization_config``.
+            user_quant: not read.
+            hf_config: the model's config.
+
+        Returns:
+            Our quantization name, or ``None`` if there is no entry.
 
         Raises:
-            CoverageError: for an unknown schema version or a damaged entry.
+            CoverageError: the entry is damaged or has an unknown schema version.
         """
         if Manifest.from_quantization_config(hf_quant_cfg) is None:
             return None
@@ -69,10 +80,10 @@ class CoverageConfig(CompressedTensorsConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CoverageConfig:
-        """Parse the checkpoint's ``quantization_config``; in the user's process.
+        """Parse the checkpoint's ``quantization_config``; vLLM calls this in the user's process.
 
         Raises:
-            CoverageError: if the entry is damaged, or the experts are stored in a way that we do not serve.
+            CoverageError: the entry is damaged, or the experts are stored in a way that cannot be served.
         """
         self = super().from_config(config)
         assert isinstance(self, cls), "the base class builds the class that it is called on"
@@ -83,7 +94,7 @@ class CoverageConfig(CompressedTensorsConfig):
         return self
 
     def _schemes_served_by_us(self) -> dict[str, ExpertScheme]:
-        """Storage of the expert layers that stock kernels cannot serve, by module path."""
+        """Return how the experts that stock kernels cannot compute are stored, by module path."""
         quantized = bool(self.target_scheme_map)
         if not serves_experts(self.manifest, quantized):
             return {}
@@ -99,16 +110,21 @@ class CoverageConfig(CompressedTensorsConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: PretrainedConfig | None = None, revision: str | None = None
     ) -> None:
-        """Compare the checkpoint with its widths, and give the model its original expert width back.
+        """Compare the checkpoint with its widths, and restore the original expert width in the model's config.
 
         A ragged checkpoint declares a width at which stock engines stop. Models derive more from that number, such as
-        the width of shared experts and what tensor parallelism must divide.
+        the width of shared experts.
+
+        Args:
+            model_name: directory or name of the checkpoint.
+            hf_config: the model's config, changed in place.
+            revision: of a checkpoint that is not local.
 
         Raises:
-            CoverageError: if a local checkpoint lacks files or tensors that its widths describe, or holds others.
+            CoverageError: a local checkpoint lacks files or tensors that its widths require, or has others.
         """
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-        # of every layout, since stock methods narrow their buffers to a narrower tensor without a word
+        # also for stock methods, which fill a buffer with a narrower tensor without an error
         if has_weights(Path(model_name)):
             check_headers(Path(model_name), self.manifest)
         if hf_config is None or self.manifest.layout != "ragged":
@@ -120,7 +136,15 @@ class CoverageConfig(CompressedTensorsConfig):
                 return
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Our method for what stock vLLM cannot serve, its own otherwise."""
+        """Return our method for a layer that stock vLLM cannot compute, and vLLM's method for the others.
+
+        Args:
+            layer: the layer that vLLM builds.
+            prefix: its module path in vLLM.
+
+        Raises:
+            CoverageError: the manifest lacks a layer with experts, or this build cannot compute a linear layer.
+        """
         if isinstance(layer, RoutedExperts) and self.schemes:
             name = self._manifest_name(prefix)
             if name in self.schemes:
@@ -131,10 +155,10 @@ class CoverageConfig(CompressedTensorsConfig):
         return method
 
     def _manifest_name(self, prefix: str) -> str:
-        """The manifest's name of an expert layer, found by layer number where vLLM nests the model differently.
+        """Return the manifest's name of an MoE layer, found by layer number if vLLM nests the model differently.
 
         Raises:
-            CoverageError: if the manifest has no such layer.
+            CoverageError: the manifest has no such layer.
         """
         if prefix in self.manifest.widths:
             return prefix
@@ -143,7 +167,7 @@ class CoverageConfig(CompressedTensorsConfig):
         if len(names) != 1:
             raise CoverageError(
                 f"{prefix} is not among the {len(self.manifest.widths)} layers of the {CONFIG_KEY} entry, which must "
-                "list every layer with experts: write the checkpoint again"
+                "list every layer with experts: save the model again"
             )
         return names[0]
 
@@ -154,14 +178,14 @@ class CoverageConfig(CompressedTensorsConfig):
             return method
         if scheme.num_bits != 4:
             raise CoverageError(
-                f"{prefix} has packed {scheme.num_bits}-bit weights, and builds of vLLM for CPUs know those of 4 bits "
-                "only: quantize it with W4A16 or FP8_DYNAMIC, or serve it on a GPU"
+                f"{prefix} has packed {scheme.num_bits}-bit weights, but builds of vLLM for CPUs compute only packed "
+                "weights of 4 bits: quantize it with W4A16 or FP8_DYNAMIC, or serve it on a GPU"
             )
         return DecompressedLinearMethod(scheme)
 
 
 def has_ragged_experts(quantization: object) -> bool:
-    """Whether a quantization config gives every layer with experts our method, which reads no common width."""
+    """Return whether a quantization config gives every MoE layer our method, which reads no common width."""
     return isinstance(quantization, CoverageConfig) and quantization.manifest.layout == "ragged"
 
 

@@ -1,4 +1,4 @@
-"""Engine options that experts of unequal width do not support, refused where the user sees it."""
+"""Checks engine options in the user's process: errors of other processes reach the user without their message."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ if TYPE_CHECKING:
     from vllm.config import OffloadConfig, VllmConfig
 
 GATHERING_BACKEND = "allgather_reducescatter"
-"""vLLM's default way to exchange tokens of data-parallel ranks, the only one that works without expert parallelism."""
+"""vLLM's default backend for data-parallel ranks, the only one that works without expert parallelism."""
 
 
 def serves_experts(manifest: Manifest, quantized: bool) -> bool:
-    """Whether our method takes the experts of a checkpoint, where stock kernels cannot."""
+    """Return whether our method computes the experts of a checkpoint, because stock kernels cannot.
+
+    Args:
+        manifest: of the checkpoint.
+        quantized: whether any weights of the checkpoint are quantized.
+    """
     return manifest.layout == "ragged" or (quantized and compat.lacks_w4a16_moe())
 
 
 def check_deployment(vllm_config: VllmConfig) -> None:
-    """Look at a whole engine configuration before any process starts.
+    """Check a complete engine configuration before any process starts.
 
     Raises:
-        CoverageError: for options under which our experts cannot be served.
+        CoverageError: the experts of the checkpoint cannot be served with these options.
     """
     model_config = vllm_config.model_config
     quantization_config: dict[str, Any] = model_config.model_arch_config.quantization_config or {}
     manifest = Manifest.from_quantization_config(quantization_config)
     if manifest is None or model_config.quantization != CONFIG_KEY:
         return
-    refuse_wrong_positions(model_config.hf_text_config)
+    check_positions(model_config.hf_text_config)
     groups = quantization_config.get("config_groups") or {}
-    refuse_wrong_products(groups.values())
+    check_int8_products(groups.values())
     parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))
     check_degrees(
@@ -44,54 +49,55 @@ def check_deployment(vllm_config: VllmConfig) -> None:
         manifest,
         {size for group in groups.values() if (size := (group.get("weights") or {}).get("group_size"))},
         ranks=parallel.tensor_parallel_size,
-        # vLLM shards experts over data-parallel ranks too, unless it deals them out whole
+        # vLLM shards experts over data-parallel ranks too, unless it assigns entire experts to ranks
         expert_ranks=1
         if parallel.enable_expert_parallel
         else parallel.tensor_parallel_size * parallel.data_parallel_size,
-        expert_groups_may_part=ours,
+        any_expert_ranks=ours,
     )
     if not ours:
         return
-    # stock methods for experts make parameters that no checkpoint fills
+    # not for stock methods, whose experts have parameters that no checkpoint fills
     compat.require_all_weights(vllm_config)
-    refuse_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
-    refuse_unkept(vllm_config, manifest)
+    check_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
+    check_features(vllm_config, manifest)
     if parallel.data_parallel_size > 1:
-        refuse_exchanges(parallel.data_parallel_size, parallel.all2all_backend)
+        check_data_parallel(parallel.data_parallel_size, parallel.all2all_backend)
 
 
-def refuse_unkept(vllm_config: VllmConfig, manifest: Manifest) -> None:
-    """Refuse what would be accepted without a word and then not hold, or stop in words about something else.
+def check_features(vllm_config: VllmConfig, manifest: Manifest) -> None:
+    """Check options that would silently have no effect, or would stop later with an error about something else.
 
     Raises:
-        CoverageError: naming the option and what to do without it.
+        CoverageError: an option is not supported.
     """
     if compat.wants_batch_invariance():
         raise CoverageError(
-            "VLLM_BATCH_INVARIANT is set, but experts of unequal width are summed in an order that follows the number "
-            "of tokens in a batch: serve without it"
+            "VLLM_BATCH_INVARIANT is set, but experts of unequal width are summed in an order that depends on the "
+            "number of tokens in a batch: serve without it"
         )
     if offloads(vllm_config.offload_config, manifest):
         raise CoverageError(
             "weights are to be offloaded (cpu_offload_gb, offload_group_size), but experts of unequal width stay on "
-            "the card: serve without, over more cards by --tensor-parallel-size, or name other parameters in "
-            "cpu_offload_params or offload_params"
+            "the card: serve without offloading on more cards, by --tensor-parallel-size, or name other parameters "
+            "in cpu_offload_params or offload_params"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and "mtp" in str(speculative.method):
         raise CoverageError(
             f"speculative_config has method {speculative.method!r}, but a pruned checkpoint holds no layer that "
-            "predicts several tokens, which the toolkit never loads: serve without, or with method 'ngram'"
+            "predicts several tokens, because llm-compressor does not load such layers: serve without "
+            "speculative_config, or with method 'ngram'"
         )
     if vllm_config.model_config.using_transformers_backend() and manifest.removed_experts:
         raise CoverageError(
-            "the model runs by transformers (model_impl), whose routers may still choose experts that were removed: "
-            "serve it by vLLM's own class, or prune with min_width in place of removing experts"
+            "the model is run by transformers (model_impl), whose routers may still choose experts that were removed: "
+            "serve it with vLLM's own class, or prune again with layout='padded', which removes none"
         )
 
 
 def offloads(offload_config: OffloadConfig, manifest: Manifest) -> bool:
-    """Whether an engine is to keep parameters of experts on the host."""
+    """Return whether an engine is configured to keep parameters of experts on the host."""
     uva, prefetch = offload_config.uva, offload_config.prefetch
     chosen = [uva.cpu_offload_params] if uva.cpu_offload_gb > 0 else []
     chosen += [prefetch.offload_params] if prefetch.offload_group_size > 0 else []
@@ -102,11 +108,11 @@ def offloads(offload_config: OffloadConfig, manifest: Manifest) -> bool:
     )
 
 
-def refuse_wrong_positions(text_config: PretrainedConfig) -> None:
-    """Refuse models that a build of vLLM answers wrongly without a word, pruned or not.
+def check_positions(text_config: PretrainedConfig) -> None:
+    """Check that this build of vLLM rotates queries correctly; some builds do not, without an error.
 
     Raises:
-        CoverageError: naming what the build computes wrongly.
+        CoverageError: the model has positions that this build computes wrongly, pruned or not.
     """
     rope = getattr(text_config, "rope_parameters", None) or {}
     scaled = rope.get("rope_type", "default") != "default"
@@ -117,14 +123,14 @@ def refuse_wrong_positions(text_config: PretrainedConfig) -> None:
         )
 
 
-def refuse_wrong_products(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse 8-bit integers that a build multiplies wrongly without a word, pruned or not.
+def check_int8_products(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that this build of vLLM multiplies 8-bit integers correctly; some builds do not, without an error.
 
     Args:
         groups: ``config_groups`` of a checkpoint.
 
     Raises:
-        CoverageError: if weights and activations of a group are 8-bit integers.
+        CoverageError: weights and activations of a group are 8-bit integers, and the build's products overflow.
     """
     for group in groups:
         operands = [group.get(name) or {} for name in ("weights", "input_activations")]
@@ -137,33 +143,42 @@ def refuse_wrong_products(groups: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def refuse_exchanges(ranks: int, backend: str) -> None:
-    """Refuse what cannot bring all tokens of data-parallel ranks to every rank's part of each expert.
+def check_data_parallel(ranks: int, backend: str) -> None:
+    """Check that the tokens of all data-parallel ranks reach every rank, each of which holds a part of every expert.
+
+    Args:
+        ranks: number of data-parallel ranks.
+        backend: name of vLLM's all-to-all backend.
 
     Raises:
-        CoverageError: naming the number of ranks or the backend, and what to use in its place.
+        CoverageError: the backend or this build of vLLM does not send all tokens to all ranks.
     """
     if backend != GATHERING_BACKEND:
         raise CoverageError(
-            f"all2all_backend is {backend!r}, which sends tokens to whole experts, but data-parallel ranks hold parts "
-            "of every expert of unequal width: serve without --all2all-backend"
+            f"all2all_backend is {backend!r}, which sends tokens to the ranks of their experts, but every "
+            "data-parallel rank holds a part of each expert of unequal width: serve without --all2all-backend"
         )
     if compat.lacks_data_parallel_moe():
         raise CoverageError(
             f"data_parallel_size is {ranks}, but this build of vLLM cannot gather the tokens of its ranks for experts "
-            "(all_gatherv): serve with --tensor-parallel-size, or start engines that share nothing"
+            "(all_gatherv): serve with --tensor-parallel-size, or start independent engines"
         )
 
 
-def refuse_options(expert_parallel: bool, expert_balancing: bool, lora: bool) -> None:
-    """Refuse what moves whole experts between ranks or adds weights to them.
+def check_options(expert_parallel: bool, expert_balancing: bool, lora: bool) -> None:
+    """Check options that move entire experts between ranks or add weights to experts.
+
+    Args:
+        expert_parallel: ``enable_expert_parallel``.
+        expert_balancing: ``enable_eplb``.
+        lora: ``enable_lora``.
 
     Raises:
-        CoverageError: naming the option and what to use in its place.
+        CoverageError: one of them is switched on.
     """
     if expert_balancing:
         raise CoverageError(
-            "enable_eplb is set, but experts of unequal width cannot change places: serve without --enable-eplb"
+            "enable_eplb is set, but experts of unequal width cannot move between ranks: serve without --enable-eplb"
         )
     if expert_parallel:
         raise CoverageError(

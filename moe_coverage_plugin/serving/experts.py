@@ -1,33 +1,36 @@
-"""vLLM's view of our experts: allocates them at their true size, checks what is loaded, and runs them."""
+"""The method that vLLM calls for experts of unequal width: allocates them at their size, checks and runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from loguru import logger
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
-from moe_coverage_plugin.serving.deployment import refuse_options
+from moe_coverage_plugin.serving.deployment import check_options
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
-from moe_coverage_plugin.serving.router import mask_router
+from moe_coverage_plugin.serving.router import check_mask, mask_router
 from moe_coverage_plugin.serving.storage import ExpertStorage
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
+# vLLM configures the loggers below its own name
+logger = init_logger(f"vllm.{__name__}")
+
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
-    """Experts of one layer, each of its own width, in 16, 8 or packed 4 bits; partial sums under tensor parallelism.
+    """Experts of one layer, each of its own width, in 16 bits, 8-bit floats or packed 4 bits.
 
-    On a GPU they run in our Triton kernels; where those cannot, in plain torch, which is slow and says so.
-    vLLM's runner routes before and sums over ranks after.
+    On a GPU they run in our Triton kernels. If the kernels cannot run them, plain torch does, which is slow and logged
+    as a warning. vLLM's runner routes tokens before and, under tensor parallelism, sums the outputs of ranks after.
 
     Args:
         moe: vLLM's description of the layer. Its expert width is not read.
@@ -36,18 +39,18 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         scheme: how their weights are stored.
 
     Raises:
-        CoverageError: for expert parallelism, expert balancing or adapters, and for removed experts that a table of
-            token ids would still choose.
+        CoverageError: expert parallelism, expert balancing or adapters are switched on, or a table of token ids would
+            still choose removed experts.
     """
 
     def __init__(self, moe: FusedMoEConfig, name: str, widths_E: Sequence[int], scheme: ExpertScheme) -> None:
         super().__init__(moe)
         parallel = moe.moe_parallel_config
-        refuse_options(parallel.use_ep, parallel.enable_eplb, moe.is_lora_enabled)
+        check_options(parallel.use_ep, parallel.enable_eplb, moe.is_lora_enabled)
         if 0 in widths_E and compat.chooses_by_token_table(moe):
             raise CoverageError(
                 f"{name} lacks {list(widths_E).count(0)} of {len(widths_E)} experts, but its experts are chosen by a "
-                "table of token ids, which no mask of router logits keeps from them: prune again with "
+                "table of token ids, which a mask of router logits does not change: prune again with "
                 "layout='padded', which removes none, or list the layer in ignore"
             )
         self.name = name
@@ -65,23 +68,32 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,  # noqa: ARG002
     ) -> None:
-        """Register flat parameters of exactly this rank's bytes; vLLM's one width for all experts is not read.
+        """Register flat parameters of exactly this rank's bytes.
+
+        Args:
+            layer: the module that holds the parameters.
+            num_experts: experts that vLLM builds.
+            hidden_size: input and output features of an expert.
+            intermediate_size_per_partition: vLLM's one width for all experts, which is not read.
+            params_dtype: dtype of plain weights, scales and biases.
+            **extra_weight_attrs: vLLM's loader and others, which are not read.
 
         Raises:
-            CoverageError: if the layer is not the one that the checkpoint describes, or needs what we do not compute.
+            CoverageError: the checkpoint describes another layer, or the layer has an activation that is not
+                implemented.
         """
         if num_experts != len(self.widths_E):
             raise CoverageError(
-                f"{self.name} has {len(self.widths_E)} experts in the checkpoint, the model builds {num_experts}: "
-                "config.json was edited, or vLLM fuses shared experts into this layer; switch that off"
+                f"{self.name} has {len(self.widths_E)} experts in the checkpoint, vLLM builds {num_experts}: restore "
+                "config.json if it was edited, or switch off the fusion of shared experts into this layer"
             )
         self.activation = compat.activation_name(layer)
-        # Names of activations without a gate end in _no_mul, so a gated layer is left, which has an up projection.
+        # names of activations without a gate end in _no_mul, so a known activation belongs to a layer with gate and up
         if self.activation not in ACTIVATIONS or compat.swiglu_constants(layer):
             raise CoverageError(
                 f"{self.name} has activation {self.activation!r}, constants {compat.swiglu_constants(layer)}, known "
-                f"are plain {', '.join(ACTIVATIONS)}: write layout 'padded' or 'uniform', if vLLM "
-                "takes single experts of this family"
+                f"are plain {', '.join(ACTIVATIONS)}: prune again with layout='padded' or 'uniform', if vLLM loads "
+                "single experts of this family"
             )
         self.storage = ExpertStorage(
             self.name,
@@ -94,33 +106,44 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         )
         self.storage.create_parameters(layer, params_dtype, self.moe.has_bias)
         self.layer_name = layer.layer_name
-        # The runner that owns the router enters this table after its experts are built.
-        self._mixture_layers = compat.mixture_layers()
+        # vLLM enters the runner, which owns the router, into this table after it has built the experts
+        self._runners = compat.moe_runners()
         self._reads_checkpoint = not compat.loads_dummy_weights()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Make sure that every byte came from the checkpoint, and mask removed experts in the layer's router.
+        """Check that every parameter was loaded, mask removed experts in the router, and prepare the kernels.
+
+        Args:
+            layer: the module that holds the parameters.
 
         Raises:
-            CoverageError: naming tensors that are missing.
+            CoverageError: tensors are missing, or the router still selects removed experts.
         """
         if self._reads_checkpoint:
             self.storage.check_complete()
-        removed = [expert for expert, width in enumerate(self.widths_E) if width == 0]
-        router = self._mixture_layers[self.layer_name].router
-        compat.complete_cpu_router(router)
-        if removed and not self.router_masked:
-            mask_router(router, removed, len(self.widths_E), next(layer.parameters()).device)
-            self.router_masked = True
+        self._prepare_router(next(layer.parameters()).device)
         self._prepare_kernels(layer)
 
+    def _prepare_router(self, device: torch.device) -> None:
+        removed = [expert for expert, width in enumerate(self.widths_E) if width == 0]
+        router = self._runners[self.layer_name].router
+        compat.complete_cpu_router(router)
+        if not removed or self.router_masked:
+            return
+        mask_router(router, removed, len(self.widths_E), device)
+        self.router_masked = True
+        # random correction biases may prefer removed experts
+        if self._reads_checkpoint:
+            dtypes = self.moe.in_dtype, compat.router_logits_dtype(self.moe)
+            check_mask(router, removed, len(self.widths_E), self.storage.local.hidden, device, *dtypes)
+
     def _prepare_kernels(self, layer: torch.nn.Module) -> None:
-        """Bring the weights into the kernels' layout, in place, or say why plain torch computes."""
+        """Bring the weights into the kernels' layout, in place, or log why plain torch computes."""
         local, device, group_size = self.storage.local, next(layer.parameters()).device, self.scheme.group_size
         if device.type != "cuda":
             announce_slow_path(f"the kernels need a CUDA device, the weights are on {device.type}")
             return
-        # a build of vLLM for CPUs need not have Triton
+        # builds of vLLM for CPUs may lack Triton
         from moe_coverage_plugin.serving.kernels import compile_ahead, prepare, run_kernels, unsupported_reason
 
         capability = torch.cuda.get_device_capability(device)
@@ -130,18 +153,18 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             return
         tensors = self.storage.parameters(layer)
         weights = prepare(tensors, widths_E=local.widths_E, hidden=local.hidden, group_size=group_size)
-        # what was padded is a copy: nothing may be held twice
+        # a padded tensor is a copy, and the loaded one must not stay in memory
         for name, tensor in zip(self.storage.parameter_names, weights.tensors, strict=True):
             if tensor is not None:
                 self.storage.replace_parameter(layer, name, tensor)
         self.kernels = partial(run_kernels, weights=weights)
-        # else the first request of some length would wait for the compiler
+        # otherwise the first request of some length waits for the compiler
         of_layer = self.activation, layer.apply_router_weight_on_input
         if compile_ahead(weights, self.moe.experts_per_token, self.moe.in_dtype, *of_layer):
             logger.info("Kernels for experts of unequal width are compiled")
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:  # noqa: ARG002
-        """None of vLLM's kernels runs, so there is nothing to tell them."""
+        """Return a description without scales, because none of vLLM's kernels runs."""
         return compat.no_quantization()
 
     def apply(
@@ -153,7 +176,19 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,  # noqa: ARG002
         shared_experts_input: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """This rank's part of the routed experts' output, ``[tokens, hidden]``; shared experts are the runner's."""
+        """Compute this rank's part of the routed experts' output; vLLM's runner computes shared experts.
+
+        Args:
+            layer: the module that holds the parameters.
+            x: hidden states ``[T, H]``.
+            topk_weights: routing weights ``[T, K]``.
+            topk_ids: expert numbers ``[T, K]``.
+            shared_experts: not read.
+            shared_experts_input: not read.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``x``.
+        """
         if self.kernels is not None:
             options = {"activation": self.activation, "weight_on_input": layer.apply_router_weight_on_input}
             return self.kernels(x, topk_weights, topk_ids, **options)
@@ -169,7 +204,6 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         )
 
 
-@cache
 def announce_slow_path(reason: str) -> None:
-    """Once per reason and process, not per layer."""
-    logger.warning(f"Experts of unequal width run in plain torch, many times slower than kernels: {reason}")
+    """Log a warning, once for each reason and not for each layer."""
+    logger.warning_once("Experts of unequal width run in plain torch, many times slower than kernels: %s", reason)

@@ -1,7 +1,7 @@
-"""Weights and activations in 8-bit floats (``FP8_DYNAMIC`` of the toolkit), in plain torch: the kernels' measure.
+"""Linear layers in 8-bit floats (``FP8_DYNAMIC`` of llm-compressor) in plain torch, the reference for the kernels.
 
-A matrix of weights has a scale for each output channel, from the checkpoint. Activations get one for each token, from
-the largest of its values, wherever they enter a projection.
+A weight matrix has a scale for each output channel, from the checkpoint. Activations get a scale for each token, from
+the token's largest absolute value, at the input of each projection.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ LARGEST = 448.0
 """The largest value of ``FLOAT8``."""
 
 SMALLEST = 1e-30
-"""Where the largest of a token is smaller, its scale is that of this number, or factors would overflow."""
+"""Lower bound of a token's largest absolute value; without it the factor would overflow."""
 
 
 def quantize_tokens(x_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations in ``FLOAT8``, rounded to nearest, and their scales.
+    """Quantize activations to ``FLOAT8``, rounding to nearest.
 
     Returns:
-        ``q_TH`` in ``FLOAT8`` and float32 ``scale_T1``, by which it is multiplied to come back.
+        ``q_TH`` in ``FLOAT8`` and ``scale_T1`` in float32, so that ``q_TH * scale_T1`` approximates ``x_TH``.
     """
     x_TH = x_TH.float()
     largest_T1 = x_TH.abs().amax(-1, keepdim=True) if x_TH.shape[-1] else x_TH.new_zeros(len(x_TH), 1)
@@ -30,16 +30,19 @@ def quantize_tokens(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     return (x_TH * (LARGEST / largest_T1)).to(FLOAT8), largest_T1 / LARGEST
 
 
-def linear(x_TH: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x_TH @ weight.T + bias`` of 8-bit activations and weights, summed in float32, in the dtype of ``x_TH``.
+def linear(x_TA: Tensor, weight_OA: Tensor, scale_O1: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Compute ``x_TA @ weight_OA.T + bias_O`` of 8-bit activations and weights, summed in float32.
 
     Args:
-        x_TH: activations, quantized here.
-        weight: ``FLOAT8`` ``[rows, H]``.
-        scale: floating ``[rows, 1]``, or ``[rows, 0]`` without channels.
-        bias: ``[rows]``.
+        x_TA: activations, which are quantized here.
+        weight_OA: in ``FLOAT8``.
+        scale_O1: floating; has no columns if ``A`` is 0, as for the channels of an expert of which a rank holds none.
+        bias_O: floating.
+
+    Returns:
+        ``y_TO`` in the dtype of ``x_TA``.
     """
-    q_TH, scale_T1 = quantize_tokens(x_TH)
-    # a rank without channels of an expert has no scales of them, and the sum of nothing is zero
-    y = F.linear(q_TH.float(), weight.float()) * scale_T1 * scale.float().sum(-1)
-    return (y if bias is None else y + bias.float()).to(x_TH.dtype)
+    q_TA, scale_T1 = quantize_tokens(x_TA)
+    # the sum over one column is that column, and the sum over none is zero
+    y_TO = F.linear(q_TA.float(), weight_OA.float()) * scale_T1 * scale_O1.float().sum(-1)
+    return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TA.dtype)

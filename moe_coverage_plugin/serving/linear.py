@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
-from loguru import logger
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
 from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 
+# vLLM configures the loggers below its own name
+logger = init_logger(f"vllm.{__name__}")
+
 
 class DecompressedLinearMethod(LinearMethodBase):
-    """Loads what the checkpoint holds, then keeps plain weights: right, at four times the memory of these layers.
+    """Loads packed 4-bit weights and decompresses them, which takes four times the memory of these layers.
 
     Args:
-        scheme: vLLM's 4-bit scheme, which knows how its parameters are loaded and sharded.
+        scheme: vLLM's 4-bit scheme, which loads and shards the packed parameters.
     """
 
+    # patch: cpu-w4a16-linear
     def __init__(self, scheme: CompressedTensorsWNA16) -> None:
-        _say_once()
+        logger.warning_once(
+            "This build of vLLM has no good kernel for 4-bit linear layers: layers outside the experts are "
+            "decompressed at load and take four times their stored memory"
+        )
         self.scheme = scheme
         self.plain = UnquantizedLinearMethod()
 
@@ -35,7 +41,17 @@ class DecompressedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the packed parameters of vLLM's scheme."""
+        """Register the packed parameters of vLLM's scheme.
+
+        Args:
+            layer: the linear layer.
+            input_size_per_partition: input features on this rank.
+            output_partition_sizes: output features on this rank, of each layer that is fused into this one.
+            input_size: input features on all ranks.
+            output_size: output features on all ranks.
+            params_dtype: dtype of scales.
+            **extra_weight_attrs: vLLM's ``weight_loader``, and others that are not read.
+        """
         self.scheme.create_weights(
             layer=layer,
             input_size=input_size,
@@ -47,7 +63,11 @@ class DecompressedLinearMethod(LinearMethodBase):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Replace the packed parameters by the weight that they stand for."""
+        """Replace the packed parameters by the weight that they represent.
+
+        Args:
+            layer: the linear layer.
+        """
         packed: Any = layer.weight_packed
         scale: Any = layer.weight_scale
         columns: Any = layer.input_size_per_partition
@@ -63,13 +83,14 @@ class DecompressedLinearMethod(LinearMethodBase):
         self.plain.process_weights_after_loading(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ weight.T + bias``."""
+        """Compute ``x @ weight.T + bias``.
+
+        Args:
+            layer: the linear layer.
+            x: ``[..., A]``.
+            bias: ``[O]``.
+
+        Returns:
+            ``[..., O]``.
+        """
         return self.plain.apply(layer, x, bias)
-
-
-@cache
-def _say_once() -> None:
-    logger.warning(
-        "This build of vLLM has no good kernel for 4-bit linear layers: those outside the experts are decompressed at "
-        "load and take four times their stored memory"
-    )

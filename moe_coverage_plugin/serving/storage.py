@@ -1,4 +1,4 @@
-"""Experts of unequal width in memory: matrices end to end in flat tensors, nothing padded, all filled once."""
+"""Experts of unequal width in memory: flat tensors that hold all matrices one after another, without padding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_coverage_plugin.serving.packing import NIBBLES, packed_columns
 from moe_coverage_plugin.serving.ragged_weights import RaggedWeights
 
 Part = Literal["w13", "w2"]
-"""vLLM's names: gate above up, and down."""
+"""vLLM's names of the two tensors of an expert: ``gate_proj`` above ``up_proj``, and ``down_proj``."""
 
 GATE: str = "w1"
 UP: str = "w3"
 DOWN: str = "w2"
-"""vLLM's names of the projections that a loader is called with."""
+"""vLLM's names of the projections, with which it calls a loader."""
 
 ZERO_POINT = "weight_zero_point"
 OF_GROUPS = ("weight_scale", ZERO_POINT)
@@ -32,11 +32,17 @@ NAMES_IN_MESSAGE = 4
 
 @dataclass(frozen=True)
 class ExpertShapes:
-    """Shapes of the matrices of a layer's experts: ``N[e]`` channels each, hidden size ``H``.
+    """Shapes of the matrices of a layer's experts, which have ``N`` channels each, and hidden size ``H``.
 
     A flat tensor holds one kind of matrix of all experts: ``w13`` ``[2 N, columns(H)]`` or ``w2`` ``[H, columns(N)]``.
-    A column is a channel of ``weight``, eight of ``weight_packed``, a group of ``weight_scale``, all of ``bias``. Of
-    ``weight_zero_point`` a column is a group, and a row holds eight output channels, of gate and of up by themselves.
+    One column holds one input channel of ``weight``, eight of ``weight_packed``, a group of ``weight_scale`` and
+    ``weight_zero_point``, and all of ``bias``. One row holds one output channel, except that a row of
+    ``weight_zero_point`` holds eight; gate and up have rows of their own.
+
+    Attributes:
+        widths_E: ``N`` of each expert.
+        hidden: ``H``.
+        scheme: how the weights are stored.
     """
 
     widths_E: tuple[int, ...]
@@ -44,7 +50,7 @@ class ExpertShapes:
     scheme: ExpertScheme
 
     def columns(self, tensor: str, channels: int) -> int:
-        """Columns that ``channels`` input channels take."""
+        """Return the number of columns that hold ``channels`` input channels."""
         if tensor == "weight_packed":
             return packed_columns(channels)
         if tensor in OF_GROUPS and self.scheme.group_size:
@@ -52,7 +58,7 @@ class ExpertShapes:
         return channels if tensor == "weight" else 1
 
     def shape(self, part: Part, tensor: str, expert: int) -> tuple[int, int]:
-        """Shape of one expert's matrix; a removed expert has none, save zeros in place of its down bias."""
+        """Return the shape of one expert's matrix; a removed expert has only a down bias, of zeros."""
         width = self.widths_E[expert]
         if part == "w13":
             return 2 * self.rows(tensor, width), self.columns(tensor, self.hidden)
@@ -61,39 +67,45 @@ class ExpertShapes:
 
     @staticmethod
     def rows(tensor: str, channels: int) -> int:
-        """Rows that ``channels`` output channels take."""
+        """Return the number of rows that hold ``channels`` output channels."""
         return packed_columns(channels) if tensor == ZERO_POINT else channels
 
     def matrix(self, flat: torch.Tensor, part: Part, tensor: str, expert: int) -> torch.Tensor:
-        """One expert's matrix, a view of the flat tensor."""
+        """Return one expert's matrix, a view of the flat tensor."""
         start, stop = _spans(self, part, tensor)[expert]
         return flat[start:stop].view(self.shape(part, tensor, expert))
 
     def numel(self, part: Part, tensor: str) -> int:
-        """Elements of the flat tensor."""
+        """Return the number of elements of the flat tensor."""
         return _spans(self, part, tensor)[-1][1]
 
 
 @cache
 def _spans(shapes: ExpertShapes, part: Part, tensor: str) -> list[tuple[int, int]]:
-    """First and last element of every expert's matrix in the flat tensor."""
+    """Return start and stop of every expert's matrix in the flat tensor."""
     sizes = (rows * columns for rows, columns in (shapes.shape(part, tensor, e) for e in range(len(shapes.widths_E))))
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
 class ExpertStorage:
-    """The parameters of one layer's experts on one rank, and their strict loader.
+    """The parameters of one layer's experts on one rank, and a loader that accepts each tensor once.
 
     Args:
         name: module path of the experts in the checkpoint, for messages.
         projections: checkpoint names of gate, up and down.
-        widths_E: channels of every expert in the checkpoint; 0, it has no tensors there.
+        widths_E: channels of every expert in the checkpoint; an expert of width 0 has no tensors there.
         hidden: hidden size.
         scheme: how the checkpoint stores the weights.
-        rank: place among the ``world_size`` ranks that share the channels of every expert.
+        rank: number of this rank among the ranks that share the channels of every expert.
+        world_size: number of these ranks.
+
+    Attributes:
+        ranges_E: channels ``[start, stop)`` of every expert that this rank holds.
+        stored: shapes in the checkpoint.
+        local: shapes on this rank.
 
     Raises:
-        CoverageError: if the hidden size is no whole number of quantization groups.
+        CoverageError: the hidden size is not a multiple of the quantization group size.
     """
 
     def __init__(
@@ -108,8 +120,8 @@ class ExpertStorage:
     ) -> None:
         if scheme.group_size and hidden % scheme.group_size:
             raise CoverageError(
-                f"{name} has hidden size {hidden}, no multiple of the quantization group size {scheme.group_size}: "
-                "quantize with a group size that divides it"
+                f"{name} has hidden size {hidden}, which is not a multiple of the quantization group size "
+                f"{scheme.group_size}: quantize with a group size that divides it"
             )
         self.name, self.rank = name, rank
         self.projections = dict(zip((GATE, UP, DOWN), projections, strict=True))
@@ -131,13 +143,13 @@ class ExpertStorage:
         if self.stored.scheme.bits == 8:
             dtypes = {"weight": FLOAT8, "weight_scale": dtype}
         if self.stored.scheme.bits == 4:
-            # The shapes are checked against the widths and not kept: their parameters are empty.
+            # stored shapes are compared with the widths when they are loaded, so their parameters stay empty
             dtypes = {"weight_packed": torch.int32, "weight_scale": dtype, "weight_shape": torch.int64}
         if self.stored.scheme.zero_points:
             dtypes[ZERO_POINT] = torch.int32
         if has_bias:
             dtypes["bias"] = dtype
-        alive = [expert for expert, width in enumerate(self.stored.widths_E) if width]
+        kept = [expert for expert, width in enumerate(self.stored.widths_E) if width]
         parts: tuple[tuple[Part, tuple[str, ...]], ...] = (("w13", (GATE, UP)), ("w2", (DOWN,)))
         for tensor, tensor_dtype in dtypes.items():
             for part, shards in parts:
@@ -145,19 +157,19 @@ class ExpertStorage:
                 parameter = torch.nn.Parameter(torch.zeros(numel, dtype=tensor_dtype), requires_grad=False)
                 parameter.weight_loader = partial(self.load, tensor)  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
                 layer.register_parameter(f"{part}_{tensor}", parameter)
-                self._expected |= {(tensor, shard, expert) for shard in shards for expert in alive}
+                self._expected |= {(tensor, shard, expert) for shard in shards for expert in kept}
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of weights, scales, biases and zero points, in the order of ``RaggedWeights``; not all need exist."""
+        """Names of all parameters that a layer may have, in the order of ``RaggedWeights``."""
         tensor = "weight_packed" if self.stored.scheme.bits == 4 else "weight"
         return tuple(
             f"{part}_{kind}" for kind in (tensor, "weight_scale", "bias", ZERO_POINT) for part in ("w13", "w2")
         )
 
     def parameters(self, layer: torch.nn.Module) -> RaggedWeights:
-        """The parameters under these names, ``None`` for those that the layer does not have."""
-        return RaggedWeights(*(getattr(layer, name, None) for name in self.parameter_names))  # pyright: ignore[reportArgumentType]  # the first two exist
+        """Return the parameters of a layer, with ``None`` for those that it does not have."""
+        return RaggedWeights(*(getattr(layer, name, None) for name in self.parameter_names))
 
     def load(
         self,
@@ -169,20 +181,33 @@ class ExpertStorage:
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's part of one checkpoint tensor; vLLM calls it as the parameter's ``weight_loader``.
+        """Copy this rank's part of one checkpoint tensor; vLLM calls this as the parameter's ``weight_loader``.
+
+        Args:
+            tensor: kind of the tensor, ``weight_packed``.
+            param: the parameter to fill.
+            loaded_weight: the tensor in the checkpoint.
+            weight_name: vLLM's name of the parameter, which is not read.
+            shard_id: ``GATE``, ``UP`` or ``DOWN``.
+            expert_id: number of the expert.
+            return_success: whether vLLM requests a result.
+
+        Returns:
+            ``True`` if a result is requested.
 
         Raises:
-            CoverageError: for a tensor of another shape than the widths say, or one that comes twice.
+            CoverageError: the shape does not match the widths, or the tensor was loaded before.
         """
         key = (tensor, shard_id, expert_id)
         if key in self._loaded:
-            raise CoverageError(f"{self._path(key)} came twice: the checkpoint holds it in two places, write it again")
+            raise CoverageError(f"{self._path(key)} is in the checkpoint more than once: save the model again")
         expected = self._stored_shape(tensor, shard_id, expert_id)
         found = tuple(loaded_weight.tolist()) if tensor == "weight_shape" else tuple(loaded_weight.shape)
         if found != expected:
             raise CoverageError(
                 f"{self._path(key)} has shape {list(found)}, expected {list(expected)} at width "
-                f"{self.stored.widths_E[expert_id]}: tensors and widths are not of one checkpoint, write it again"
+                f"{self.stored.widths_E[expert_id]}: tensors and widths belong to different checkpoints, save the "
+                "model again"
             )
         if tensor != "weight_shape":
             part = self._part_of_rank(loaded_weight, tensor, shard_id, expert_id)
@@ -191,23 +216,29 @@ class ExpertStorage:
         return True if return_success else None
 
     def replace_parameter(self, layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-        """Put weights in another layout in the place of loaded ones; they cannot be loaded into a second time."""
+        """Replace a loaded parameter by one in another layout, which cannot be loaded into.
 
-        def refuse(*_: object, **__: object) -> None:
+        Args:
+            layer: the module that holds the parameters.
+            name: one of ``parameter_names``.
+            tensor: value of the new parameter.
+        """
+
+        def stop_loading(*_: object, **__: object) -> None:
             raise CoverageError(
-                f"the experts of {self.name} were rearranged for the kernels and take no new weights: start another "
-                "engine for another checkpoint"
+                f"the experts of {self.name} were rearranged for the kernels and cannot be loaded again: start "
+                "another engine for another checkpoint"
             )
 
         parameter = torch.nn.Parameter(tensor, requires_grad=False)
-        parameter.weight_loader = refuse  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
+        parameter.weight_loader = stop_loading  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's protocol
         layer.register_parameter(name, parameter)
 
     def check_complete(self) -> None:
-        """Make sure that every tensor came.
+        """Check that every tensor was loaded.
 
         Raises:
-            CoverageError: naming the first ones that did not.
+            CoverageError: tensors are missing; the message names the first ones.
         """
         missing = sorted(self._expected - self._loaded, key=lambda key: (key[2], key[1], key[0]))
         if missing:
@@ -215,7 +246,7 @@ class ExpertStorage:
             more = f" and {len(missing) - NAMES_IN_MESSAGE} more" if len(missing) > NAMES_IN_MESSAGE else ""
             raise CoverageError(
                 f"{len(missing)} of {len(self._expected)} tensors of {self.name} are not in the checkpoint "
-                f"({names}{more}): copy the checkpoint again, or write it again"
+                f"({names}{more}): copy the checkpoint again, or save the model again"
             )
         self._loaded.clear()
 
@@ -238,11 +269,11 @@ class ExpertStorage:
     def _part_of_rank(self, stored: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
         start, stop = self.ranges_E[expert]
         if tensor == "bias":
-            # The ranks' outputs are summed, so one of them adds the down bias.
+            # outputs of ranks are summed, so only one rank adds the down bias
             stored = stored if shard_id != DOWN or self.rank == 0 else torch.zeros_like(stored)
             stored = stored.unsqueeze(-1)
         if shard_id != DOWN:
-            # what is dealt begins with a whole word
+            # the channels of a rank begin with the first row of a word
             first = start // NIBBLES if tensor == ZERO_POINT else start
             return stored[first : first + self.local.rows(tensor, stop - start)]
         columns = self.local.shape("w2", tensor, expert)[1]

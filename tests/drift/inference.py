@@ -1,4 +1,4 @@
-"""What is known of the values in a function: enough of their types to tell whose attributes are read and called."""
+"""Infers types of values in a function, as far as needed to find whose attributes are read and called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sources import DEFINITIONS, Definition, Function, Signature, Sources, deco
 
 @dataclass(frozen=True)
 class Value:
-    """A definition itself, or with ``instance`` what a class makes.
+    """A definition, or, with ``instance``, an instance of a class.
 
     Attributes:
         bound: whether the first parameter of a function is given, as by ``object.method``.
@@ -25,7 +25,7 @@ class Value:
 
 @dataclass
 class Scope:
-    """The names of a function, each with what it may stand for; names not listed are the module's.
+    """The names of a function, each with its possible values; names that are not listed are the module's.
 
     Attributes:
         owner: the class whose method the function is.
@@ -39,7 +39,7 @@ class Scope:
 
 
 class Inference:
-    """Types by annotations, constructors and ``isinstance``; what they do not tell stays unknown."""
+    """Infers types from annotations, constructors and ``isinstance``; other types stay unknown."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -176,7 +176,7 @@ class Inference:
         return []
 
     def signature(self, called: Value) -> Signature | None:
-        """What a function or class takes; ``None`` where that cannot be told."""
+        """Parameters of a function or class; ``None`` if they are unknown."""
         node = called.definition.node
         if isinstance(node, Function):
             return Signature.of(node, bound=int(called.bound))

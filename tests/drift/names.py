@@ -1,6 +1,6 @@
-"""What we use of the toolkits and vLLM that our sources do not tell: by name only, or through values without a type.
+"""What this package uses of llm-compressor and vLLM by name only, or through values without a type.
 
-Imports, calls, overridden methods and attributes of values with a known type are read off the sources, see ``check``.
+Imports, calls, overridden methods and attributes of values with a known type are read from the sources, see ``check``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Named(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """A function of ours that is called in the place of theirs, with its first ``given`` parameters given."""
+    """A function of ours that is called instead of theirs, with its first ``given`` parameters bound."""
 
     ours: str
     theirs: str
@@ -34,10 +34,12 @@ class StandIn(NamedTuple):
     reason: str
 
 
-# by the toolkit whose presence tells which half of our package can be checked
+# by the package that a half of ours needs
 NAMED = {
     "vllm": (
-        Named(f"{FUSED_MOE}.MoERunner", ("router",), "found by name in the engine's table of layers, of type Any"),
+        Named(
+            f"{FUSED_MOE}.MoERunner", ("router",), "read from the engine's table of layers, whose values have type Any"
+        ),
         Named(
             "compressed_tensors.quantization.QuantizationArgs",
             ("type", "num_bits", "strategy", "symmetric", "group_size", "actorder"),
@@ -45,26 +47,30 @@ NAMED = {
         ),
         Named(f"{FUSED_MOE}.MoEActivation", ("SILU", "GELU", "GELU_TANH"), "their values are keys of ours"),
         Named(f"{FUSED_MOE}.FusedMoEConfig", ("__post_init__",), "where the width of experts is checked"),
-        Named(ROUTED_EXPERTS, ("activation", "swiglu_limit"), "a layer that compat takes as a plain module"),
+        Named(ROUTED_EXPERTS, ("activation", "swiglu_limit"), "a layer that compat declares as a plain module"),
         Named(
-            f"{ROUTED_EXPERTS}.weight_loader", ("w1", "w2", "w3"), "names of projections that our loader is called by"
+            f"{ROUTED_EXPERTS}.weight_loader",
+            ("w1", "w2", "w3"),
+            "names of projections that our loader is called with",
         ),
         Named(
             f"{WNA16}.create_weights",
             ("weight_packed", "weight_scale", "weight_shape"),
             "parameters that linear layers get and we decompress",
         ),
-        Named("vllm.envs", ("VLLM_BATCH_INVARIANT",), "looked up when it is asked for"),
+        Named("vllm.envs", ("VLLM_BATCH_INVARIANT",), "an attribute that the module computes when it is read"),
     ),
     "llmcompressor": (
-        Named(LINEAR_EXPERTS, ("_apply_gate", "act_fn"), "our forward pass takes the place of theirs"),
-        Named(WRAP_SAVING, ("_overridden",), "the mark that keeps it from wrapping our method"),
+        Named(LINEAR_EXPERTS, ("_apply_gate", "act_fn"), "our forward pass replaces theirs"),
+        Named(WRAP_SAVING, ("_overridden",), "the mark that prevents it from wrapping our method"),
         Named(
             "transformers.core_model_loading.revert_weight_conversion",
             ("_weight_conversions",),
-            "what loading renamed",
+            "the renamings of loading",
         ),
-        Named("transformers.Qwen3MoeConfig", ("tie_word_embeddings",), "no field of the class that configs share"),
+        Named(
+            "transformers.Qwen3MoeConfig", ("tie_word_embeddings",), "not a field of the class that all configs share"
+        ),
     ),
 }
 
@@ -72,10 +78,10 @@ STAND_INS = {
     "vllm": (
         StandIn(f"{OURS}.serving.storage.ExpertStorage.load", f"{ROUTED_EXPERTS}.weight_loader", 2, "of parameters"),
         StandIn(
-            f"{OURS}.serving.router.mask_router.select_living_experts",
+            f"{OURS}.serving.router.mask_router.select_kept_experts",
             f"{FUSED_MOE}.FusedMoERouter.select_experts",
             0,
-            "put on a router",
+            "assigned to a router",
         ),
         StandIn(
             f"{OURS}.serving.compat._followed_by.verify_and_update_config",
@@ -86,18 +92,21 @@ STAND_INS = {
     ),
     "llmcompressor": (
         StandIn(
-            f"{OURS}.calibration.grouped_experts.grouped_experts.forward",
+            f"{OURS}.modeling.grouped_experts.GroupedExperts.forward",
             f"{LINEAR_EXPERTS}.forward",
-            0,
-            "put on experts",
+            1,
+            "assigned to experts",
         ),
     ),
 }
 
+# classes of ours that are never instantiated and so may lack abstract methods
+NOT_INSTANTIATED = {f"{OURS}.serving.unavailable_config.UnavailableConfig"}
+
 # public methods of our classes that override nothing of theirs
 OWN_METHODS = {f"{OURS}.modifiers.coverage.CoverageModifier.require_channels"}
 
-# attributes that the class we know a value by lacks: those of its subclasses, and our own
+# attributes that the declared class of a value lacks: those of its subclasses, and our own
 ELSEWHERE = {
     ("transformers.configuration_utils.PreTrainedConfig", "tie_word_embeddings"),
     ("transformers.configuration_utils.PreTrainedConfig", "attn_implementation"),

@@ -1,4 +1,4 @@
-"""Finds definitions in the source files of packages, without importing them: they need not even be installed."""
+"""Finds definitions in the source files of packages, without importing them; they need not be installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What a name stands for: a module, class, function or assignment, and where it is written.
+    """A module, class, function or assignment, and where it is.
 
     Attributes:
         path: ``package.module.Class.method``.
@@ -34,7 +34,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function takes, without ``self``."""
+    """Parameters of a function, without ``self``."""
 
     positional: tuple[str, ...]
     keywords: frozenset[str]
@@ -90,7 +90,7 @@ def targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 
 class Sources:
-    """Packages as trees of files: those given, and whatever else this interpreter could import.
+    """Packages as trees of files: the given ones, and all others that this interpreter can import.
 
     Args:
         roots: directory of each package that is not to be taken from the installed ones.
@@ -98,14 +98,14 @@ class Sources:
 
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self._roots = dict(roots)
-        # instances live as long as a check, so what they hold may live as long as they do
+        # instances exist as long as a check, so caches that they own need no limit
         self.text, self.tree, self.bindings = cache(self.text), cache(self.tree), cache(self.bindings)
         self.lookup, self.mro, self.member = cache(self.lookup), cache(self.mro), cache(self.member)
 
     def root(self, package: str) -> Path | None:
         """Directory of a package, or file of a module that is none."""
         if package not in self._roots and (spec := find_spec(package)) is not None:
-            # parts of the standard library are frozen into the interpreter
+            # frozen modules of the standard library have no origin
             origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
             if origin is not None:
                 self._roots[package] = Path(origin).parent if Path(origin).name == "__init__.py" else Path(origin)
@@ -133,7 +133,7 @@ class Sources:
         )
 
     def text(self, module: str) -> str:
-        """What the file of a module holds."""
+        """The text of a module's file."""
         file = self.file(module)
         assert file is not None, f"{module} was found"
         return file.read_text()
@@ -161,7 +161,7 @@ class Sources:
         return ".".join([*above, *([node.module] if node.module else [])])
 
     def find(self, path: str) -> Definition | None:
-        """What a dotted path stands for, members of classes included."""
+        """The definition behind a dotted path, members of classes included."""
         parts = path.split(".")
         count = next((n for n in range(len(parts), 0, -1) if self.file(".".join(parts[:n]))), 0)
         if not count:
@@ -182,7 +182,7 @@ class Sources:
         return next((Definition(f"{outer.path}.{name}", outer.module, each) for each in inside), None)
 
     def lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
-        """What a name of a module stands for, through re-exports."""
+        """The definition behind a name of a module, through re-exports."""
         if (module, name) in seen or self.file(module) is None:
             return None
         seen |= {(module, name)}
@@ -233,7 +233,7 @@ class Sources:
         return tuple(classes.values()), complete
 
     def named(self, module: str, dotted: str) -> Definition | None:
-        """What a dotted name stands for where a module writes it."""
+        """The definition behind a dotted name in a module."""
         first, *rest = dotted.split(".")
         found = self.lookup(module, first)
         for part in rest:
@@ -250,7 +250,7 @@ class Sources:
         return None
 
     def constructor(self, cls: Definition) -> Signature | None:
-        """What a class takes; ``None`` where its bases were not all found."""
+        """Parameters of a class; ``None`` if some of its bases were not found."""
         classes, complete = self.mro(cls)
         for each in classes:
             own = [node for node in class_bindings(each.node).get("__init__", ()) if isinstance(node, Function)]

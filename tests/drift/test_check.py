@@ -1,4 +1,4 @@
-"""What the check must find, in small trees of files that stand for a toolkit and for our package."""
+"""Changes that the check must find, in small trees of files that represent vLLM and our package."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_moved(tmp_path: Path, file: str, old: str, new: str, message: str)
     assert any(message in line for line in check(tmp_path, (file, old, new)).moved)
 
 
-def test_unknown_base_is_told(tmp_path: Path) -> None:
+def test_unknown_base_is_reported(tmp_path: Path) -> None:
     """A class that is built at run time may have any attribute."""
     done = check(tmp_path, (BASE, "class Config:\n    parallel: Parallel\n", "class Config(build()):\n"))
     assert done.moved == ["tests/drift/names.py:0: vllm.layers.Config has no parallel (why)"]
@@ -152,7 +152,7 @@ def test_unknown_base_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The command on the package as it is, against the installed toolkit and a vLLM that has nothing."""
+    """The command on this package, with the installed llm-compressor and an empty vLLM."""
     root = tmp_path_factory.mktemp("sources")
     (root / "vllm").mkdir()
     (root / "vllm" / "__init__.py").touch()
@@ -172,9 +172,9 @@ def test_command(checked: subprocess.CompletedProcess[str], tmp_path: Path) -> N
 
 
 def test_installed(checked: subprocess.CompletedProcess[str]) -> None:
-    """The compressing half, against what this environment has."""
+    """The compressing half, against the installed packages."""
     half, other = checked.stdout.partition("vllm 9.9")[::2]
-    counted, *told = half.splitlines()
+    counted, *reported = half.splitlines()
     assert re.search(r"^llmcompressor \d\S*, .*: .*\b[1-9]\d* imports", counted)
-    assert [line for line in told if not line.startswith("  not decided: ")] == []
+    assert [line for line in reported if not line.startswith("  not decided: ")] == []
     assert " is missing" in other

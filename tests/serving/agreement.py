@@ -1,4 +1,4 @@
-"""How near two engines must come to each other, and what a checkpoint stores."""
+"""How closely an engine must agree with transformers, and how many bytes a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from safetensors import safe_open
 
 from tests.serving.engine import checkpoint_dtype, expected_logprobs
 
-# the order of sums differs, which moved log-probabilities of tiny models by 2e-6
+# sums are in another order, which changed log-probabilities of tiny models by 2e-6
 LARGEST_FLOAT32 = 1e-4
-# Rounding moves routers across ties, so that single positions of two right implementations differ by more than 1 in
-# bfloat16. So both are compared with float32, and transformers also where its layers round otherwise.
+# Rounding changes which experts routers select at ties, so single positions of two correct implementations differ by
+# more than 1 in bfloat16. So both are compared with float32, and transformers also with other roundings of its layers.
 TIMES_ROUNDING = 2
 
 
 def assert_agrees(path: Path, found: list[float], dtype: str | None = None) -> None:
-    """Make sure that ``agreement`` says so."""
+    """Assert that log-probabilities agree by :func:`agreement`."""
     result = agreement(path, found, dtype)
     assert result["agrees"], result
 
@@ -29,10 +29,12 @@ def agreement(path: Path, found: list[float], dtype: str | None = None) -> dict[
     In bfloat16 they may be up to twice as far from those of float32 as transformers is with one rounding or another.
 
     Args:
-        dtype: what they were computed in; the checkpoint's where not given.
+        path: the checkpoint.
+        found: log-probabilities.
+        dtype: in which they were computed; by default the checkpoint's.
 
     Returns:
-        ``agrees``; how far they are from float32, and in bfloat16 also how far transformers is at most.
+        ``agrees``; their distance from float32, and in bfloat16 also the largest distance of transformers.
     """
     exact = expected_logprobs(path, "float32")[1]
     error = _distance(found, exact)
@@ -58,7 +60,8 @@ def stored_bytes_of_experts(path: Path, dtype: str | None = None) -> int:
     """Bytes of weights and scales of all experts in a checkpoint.
 
     Args:
-        dtype: what floating-point tensors, save those of 8 bits, are narrowed to where they are loaded.
+        path: the checkpoint.
+        dtype: to which floating-point tensors, except those of 8 bits, are cast when they are loaded.
     """
     total = 0
     for shard in path.glob("*.safetensors"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
-# Engines of a test run in its own process, where errors and parameters can be looked at; set before vLLM is imported.
+# engines of a test run in its own process, so that it can see errors and parameters; set before vLLM is imported
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -14,9 +16,20 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
-    """Takes the place of the outer fixture: an engine uses all cores."""
+    """Replaces the outer fixture: an engine uses all cores."""
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Messages that vLLM's loggers get during a test, each as ``LEVEL message``."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(f"{record.levelname} {record.getMessage()}")
+    logging.getLogger("vllm").addHandler(handler)
+    yield messages
+    logging.getLogger("vllm").removeHandler(handler)

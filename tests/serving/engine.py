@@ -41,7 +41,7 @@ def checkpoint_path(name: str, file: str = "config.json") -> Path:
 
 
 def checkpoint_dtype(path: Path) -> str:
-    """The dtype of a checkpoint, to be asked for in words: vLLM narrows float32 by default."""
+    """The dtype of a checkpoint, which engines must be given: vLLM narrows float32 by default."""
     return json.loads((path / "config.json").read_text())["dtype"]
 
 
@@ -57,11 +57,11 @@ def has_latent_attention(path: Path) -> bool:
 def expected_logprobs(path: Path, computed: str | None = None) -> tuple[list[int], Any]:
     """A prompt, and the log-probability of each next token as transformers computed it.
 
-    The file lies beside the directory: vLLM loads every safetensors file within.
+    The file is beside the directory, because vLLM loads every safetensors file in it.
 
     Args:
-        computed: how, ``"float32"``, ``"bfloat16"`` or ``"bfloat16_shaken"``, of which there are several; in the
-            checkpoint's dtype where not given.
+        computed: ``"float32"``, ``"bfloat16"`` or ``"bfloat16_shaken"``, of which there are several; by default the
+            checkpoint's dtype.
     """
     with safe_open(path.with_name(f"{path.name}.expected.safetensors"), "pt") as file:
         return file.get_tensor("prompt_ids").tolist(), file.get_tensor(computed or checkpoint_dtype(path)).tolist()
@@ -71,22 +71,23 @@ def open_engine(path: Path, **options: Any) -> Any:
     """A real ``vllm.LLM`` on a checkpoint, in its dtype."""
     from vllm import LLM
 
-    _look_up_families_here()
+    _inspect_models_in_this_process()
     own = {"trust_remote_code": has_own_code(path), "dtype": checkpoint_dtype(path)}
     if has_latent_attention(path) and not torch.cuda.is_available() and own["dtype"] == "float32":
-        # vLLM prefers another where a processor has AMX, which takes 16-bit floats only
+        # on processors with AMX vLLM prefers another backend, which takes 16-bit floats only
         own["attention_backend"] = "CPU_MLA"
     arguments: dict[str, Any] = OPTIONS | own | options
     return LLM(str(path), **arguments)
 
 
-def _look_up_families_here() -> None:
-    """Have vLLM import a family's code in this process, not in another each time, which spares CUDA and takes 15 s."""
+def _inspect_models_in_this_process() -> None:
+    """Make vLLM import a model's code in this process; a process for each model, to keep CUDA out, takes 15 s."""
     from vllm.model_executor.models import registry
 
     assert callable(registry._run_in_subprocess)
     if not torch.cuda.is_available():
-        registry._run_in_subprocess = lambda look_up: look_up()
+        # patch: tests-model-inspection
+        registry._run_in_subprocess = lambda inspect_model: inspect_model()
 
 
 def prompt_logprobs(llm: Any, prompt_ids: list[int]) -> list[float]:
@@ -101,15 +102,15 @@ def prompt_logprobs(llm: Any, prompt_ids: list[int]) -> list[float]:
 
 
 def main() -> None:
-    """Open every checkpoint of a JSON file ``{path: options}`` in turn."""
+    """Open every checkpoint of a JSON file ``{path: options}``, one after another."""
     for name, options in json.loads(Path(sys.argv[1]).read_text()).items():
         path = Path(name)
         try:
             found = prompt_logprobs(open_engine(path, **options), expected_logprobs(path)[0])
-            answer = {"path": name, "prompt_logprobs": found}
+            result = {"path": name, "prompt_logprobs": found}
         except Exception as error:
-            answer = {"path": name, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+            result = {"path": name, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Opens a checkpoint over several ranks, as a program in a process of its own.
 
-python -m tests.serving.ranks CHECKPOINT OPTIONS    prints one JSON object: answers to prompts, and what ranks hold
+python -m tests.serving.ranks CHECKPOINT OPTIONS    prints one JSON object: outputs for prompts, and bytes of ranks
 
 vLLM's environment variables (``VLLM_DP_RANK`` and others) make the process one of several data-parallel ranks.
 """
@@ -27,23 +27,23 @@ CROWD = 32
 
 
 class RankProbe:
-    """Methods that vLLM gives its workers by the option ``worker_extension_cls``."""
+    """Methods that vLLM adds to its workers by the option ``worker_extension_cls``."""
 
     model_runner: Any
 
     def allocate_what_stages_exchange(self) -> None:
-        # vLLM's worker on a CPU leaves the profile run out in eager mode; a later stage receives into its buffers
+        # patch: tests-cpu-pipeline
         self.model_runner.profile_run()
 
     def bytes_held(self) -> tuple[int, int]:
-        """Of experts, and of all parameters of layers."""
+        """Bytes of experts, and of all parameters of layers."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         experts = sum(p.nbytes for name, p in parameters.items() if "routed_experts" in name)
         return experts, sum(p.nbytes for name, p in parameters.items() if ".layers." in name)
 
 
 def gather_tokens_on_cpus() -> None:
-    """Give vLLM's communicator for CPUs the two collectives that it lacks for experts under data parallelism."""
+    """Add the two collectives that vLLM's communicator for CPUs lacks for experts under data parallelism."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def own(self: Any, sizes: list[int]) -> slice:
@@ -53,9 +53,9 @@ def gather_tokens_on_cpus() -> None:
     def all_gatherv(self: Any, tensors: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
         assert dim == 0
         gathered = [tensor.new_zeros(sum(sizes), *tensor.shape[1:]) for tensor in tensors]
-        for whole, tensor in zip(gathered, tensors, strict=True):
-            whole[own(self, sizes)] = tensor
-            torch.distributed.all_reduce(whole, group=self.device_group)
+        for all_rows, tensor in zip(gathered, tensors, strict=True):
+            all_rows[own(self, sizes)] = tensor
+            torch.distributed.all_reduce(all_rows, group=self.device_group)
         return gathered
 
     def reduce_scatterv(self: Any, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
@@ -64,6 +64,7 @@ def gather_tokens_on_cpus() -> None:
         torch.distributed.all_reduce(total, group=self.device_group)
         return total[own(self, sizes)]
 
+    # patch: cpu-data-parallel
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
@@ -73,7 +74,7 @@ def prompts(path: Path) -> list[list[int]]:
     return [prompt_ids[: len(prompt_ids) // (1 + number)] for number in range(PROMPTS)]
 
 
-def answer(llm: Any, prompt_ids: list[int], number: int = 0) -> dict[str, list[Any]]:
+def generate(llm: Any, prompt_ids: list[int], number: int = 0) -> dict[str, list[Any]]:
     """Greedy tokens, fewer after later prompts, and log-probabilities of them and of the prompt."""
     from vllm import SamplingParams
 
@@ -93,7 +94,7 @@ def answer(llm: Any, prompt_ids: list[int], number: int = 0) -> dict[str, list[A
 
 
 def in_crowd(llm: Any, prompt_ids: list[int]) -> list[float]:
-    """Log-probabilities of a prompt that is served together with many others, in one batch where they fit."""
+    """Log-probabilities of a prompt that is served together with many others, in one batch if they fit."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
@@ -111,18 +112,18 @@ def start(path: Path, options: dict[str, Any], **environment: str) -> subprocess
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What that program printed."""
+    """The JSON object that the program printed."""
     try:
         out, err = process.communicate(timeout=300)
     finally:
         process.kill()
-    lines = [line for line in out.splitlines() if line.startswith('{"answer"')]
+    lines = [line for line in out.splitlines() if line.startswith('{"output"')]
     assert process.returncode == 0, f"{out[-4000:]}\n{err[-4000:]}"
     return json.loads(lines[0])
 
 
 def finish_all(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What ranks printed that wait for each other; where one fails, the others are stopped."""
+    """The JSON objects of ranks that wait for each other; if one fails, the others are stopped."""
     with ThreadPoolExecutor(len(processes)) as pool:
         waiting = [pool.submit(finish, process) for process in processes]
         done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
@@ -134,7 +135,7 @@ def finish_all(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Answer one prompt, a different one on each data-parallel rank."""
+    """Generate from one prompt, a different one on each data-parallel rank."""
     path, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     from vllm.platforms import current_platform
 
@@ -145,13 +146,13 @@ def main() -> None:
     if current_platform.is_cpu() and options.get("pipeline_parallel_size", 1) > 1:
         llm.collective_rpc("allocate_what_stages_exchange")
     prompt_ids = prompts(path)[number]
-    found = answer(llm, prompt_ids, number)
-    # what was decoded one by one, now as part of a prompt
-    whole = answer(llm, prompt_ids + found["tokens"], number)["prompt_logprobs"]
-    found["logprobs_as_prompt"] = whole[len(prompt_ids) - 1 :]
+    found = generate(llm, prompt_ids, number)
+    # the tokens that were decoded one by one, now as part of a prompt
+    as_prompt = generate(llm, prompt_ids + found["tokens"], number)["prompt_logprobs"]
+    found["logprobs_as_prompt"] = as_prompt[len(prompt_ids) - 1 :]
     if not current_platform.is_cpu():
         found["logprobs_in_crowd"] = in_crowd(llm, prompt_ids)
-    print(json.dumps({"answer": found, "bytes_held": llm.collective_rpc("bytes_held")}), flush=True)
+    print(json.dumps({"output": found, "bytes_held": llm.collective_rpc("bytes_held")}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end-to-end benchmark: what it writes, how it fills parameters, and a run of it in a real engine."""
+"""The end-to-end benchmark: its checkpoints, its random parameters, and a run in a real engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_attention_is_quantized_alike(tmp_path: Path) -> None:
     ("ragged", "found"),
     [(True, ["CompressedTensorsWNA16MoEMethod"]), (False, ["RaggedExpertsMethod"]), (True, [])],
 )
-def test_experts_of_another_method_are_refused(ragged: bool, found: list[str]) -> None:
+def test_experts_of_another_method_stop_the_benchmark(ragged: bool, found: list[str]) -> None:
     with pytest.raises(CoverageError, match="install this package where vLLM finds its entry point"):
         check_method(ragged, found)
     check_method(True, ["RaggedExpertsMethod"])

@@ -17,7 +17,7 @@ from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat, register
 from moe_coverage_plugin.serving.config import CoverageConfig
-from moe_coverage_plugin.serving.deployment import refuse_options
+from moe_coverage_plugin.serving.deployment import check_options
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
@@ -34,7 +34,7 @@ GROUP = {"targets": ["Linear"], "format": "pack-quantized", "input_activations":
 
 
 def quantization_config(layout: str = "ragged", bits: int = 4, **weights: Any) -> dict[str, Any]:
-    """What a checkpoint's ``config.json`` says of its quantization."""
+    """The ``quantization_config`` of a checkpoint."""
     widths = [64, 0, 128, 256] if layout == "ragged" else [128] * 4
     manifest = Manifest(layout, 256, dict.fromkeys(LAYERS, widths), block_size=64)  # pyright: ignore[reportArgumentType]  # parametrized
     group = copy.deepcopy(GROUP)
@@ -89,7 +89,7 @@ def test_schemes_of_ragged_experts(config: dict[str, Any], scheme: ExpertScheme)
 
 
 def float8_config(layout: str = "ragged", weights: Any = None, activations: Any = None) -> dict[str, Any]:
-    """What a checkpoint in ``FP8_DYNAMIC`` says, save for these fields."""
+    """The ``quantization_config`` of a checkpoint in ``FP8_DYNAMIC``, except for these fields."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     config = quantization_config(layout, **(common | {"strategy": "channel", "group_size": None} | (weights or {})))
     group = config["config_groups"]["group_0"]
@@ -104,23 +104,23 @@ def test_float8() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "activations"),
+    ("weights", "activations", "scheme"),
     [
-        ({"strategy": "tensor"}, {}),
-        ({"strategy": "group", "group_size": 64}, {}),
-        ({}, {"strategy": "tensor"}),
-        ({}, {"strategy": "tensor", "dynamic": False}),
-        ({}, {"type": "int"}),
+        ({"strategy": "tensor"}, {}, "float8 weights by tensor, dynamic float8 inputs by token"),
+        ({"strategy": "group", "group_size": 64}, {}, "float8 weights by group, dynamic float8 inputs by token"),
+        ({}, {"strategy": "tensor"}, "float8 weights by channel, dynamic float8 inputs by tensor"),
+        ({}, {"strategy": "tensor", "dynamic": False}, "float8 weights by channel, static float8 inputs by tensor"),
+        ({}, {"type": "int"}, "float8 weights by channel, dynamic int8 inputs by token"),
     ],
 )
-def test_float8_in_other_ways(weights: dict[str, Any], activations: dict[str, Any]) -> None:
-    with pytest.raises(CoverageError, match="has float8 weights, but not as FP8_DYNAMIC has them"):
+def test_float8_in_other_ways(weights: dict[str, Any], activations: dict[str, Any], scheme: str) -> None:
+    with pytest.raises(CoverageError, match=rf"has {scheme}, format float-quantized, but engines serve"):
         CoverageConfig.from_config(float8_config("ragged", weights, activations))
 
 
 def test_one_width_is_left_to_stock_kernels_where_there_are_any() -> None:
     assert CoverageConfig.from_config(quantization_config("uniform", bits=16)).schemes == {}
-    # This environment's vLLM is a CPU build, which has none for 4-bit experts but some for others.
+    # the build for CPUs has no kernel that can be relied on for 4-bit experts, but kernels for others
     served = CoverageConfig.from_config(quantization_config("uniform")).schemes
     assert served == dict.fromkeys(LAYERS, ExpertScheme(4, 64))
     assert CoverageConfig.from_config(quantization_config("uniform", num_bits=8)).schemes == {}
@@ -131,8 +131,8 @@ def test_one_width_is_left_to_stock_kernels_where_there_are_any() -> None:
     [
         ({"num_bits": 8}, "int8 weights"),
         ({"num_bits": 8, "type": "float"}, "float8 weights"),
-        ({"strategy": "tensor", "group_size": None}, "strategy 'tensor'"),
-        ({"group_size": 128}, "expert 0 has width 64, no multiple of the quantization group size 128"),
+        ({"strategy": "tensor", "group_size": None}, "weights by tensor"),
+        ({"group_size": 128}, "expert 0 has width 64, which is not a multiple of the quantization group size 128"),
     ],
 )
 def test_unsupported_schemes(weights: dict[str, Any], reason: str) -> None:
@@ -141,7 +141,7 @@ def test_unsupported_schemes(weights: dict[str, Any], reason: str) -> None:
 
 
 def test_activation_order() -> None:
-    # vLLM of some releases refuses it first, in words of its own.
+    # some releases of vLLM stop first, with a message of their own
     with pytest.raises(ValueError, match="activation order"):
         CoverageConfig.from_config(quantization_config(actorder="group"))
 
@@ -155,13 +155,13 @@ def test_quantized_activations() -> None:
         "strategy": "token",
         "dynamic": True,
     }
-    with pytest.raises(CoverageError, match=r"model\.layers\.1\.mlp\.experts has quantized activations"):
+    with pytest.raises(CoverageError, match=r"layers\.1\.mlp\.experts has int4 weights by group, dynamic int8 inputs"):
         CoverageConfig.from_config(config)
 
 
 @pytest.mark.parametrize("ignored", [f"{LAYERS[1]}.2.down_proj", r"re:.*layers\.2\.mlp\.experts\.2\..*"])
 def test_experts_of_one_layer_share_a_scheme(ignored: str) -> None:
-    """Case 10, case 11: experts of a layer that are stored in two ways are refused before a weight is read."""
+    """Case 10, case 11: experts of a layer that are stored in two ways stop an engine before a weight is read."""
     config = quantization_config()
     config["ignore"].append(ignored)
     with pytest.raises(CoverageError, match=r"layers\.2\.mlp\.experts\.2\.\w+ is stored in 16 bits but .* in 4 bits"):
@@ -177,14 +177,14 @@ def test_layers_may_differ_and_removed_experts_do_not_count() -> None:
 
 @pytest.mark.parametrize("targets", [["Linear"], [r"re:.*experts\.\d+\..*_proj$"], ["Linear", r"re:.*self_attn.*"]])
 def test_experts_are_found_under_any_target(targets: list[str]) -> None:
-    """Case 12: vLLM looks for experts under the target "Linear", where quantizers may have named them otherwise."""
+    """Case 12: vLLM looks for experts under the target "Linear", but quantizers may use other targets."""
     config = quantization_config()
     config["config_groups"]["group_0"]["targets"] = targets
     assert CoverageConfig.from_config(config).schemes == dict.fromkeys(LAYERS, ExpertScheme(4, 64))
 
 
 def test_width_of_a_nested_config() -> None:
-    """Case 28: where the language model has a config of its own, its width is put right, not one beside it."""
+    """Case 28: if the language model has a config of its own, its width is restored, and no other field."""
     config = quantization_config()
     declared = Manifest.from_quantization_config(config).declared_width  # pyright: ignore[reportOptionalMemberAccess]  # just written
     nested = Qwen3VLMoeConfig(text_config={"moe_intermediate_size": declared, "intermediate_size": declared})
@@ -220,9 +220,9 @@ def test_layer_that_the_manifest_does_not_list(prefix: str) -> None:
         ((False, False, True), "enable_lora"),
     ],
 )
-def test_refused_options(options: tuple[bool, bool, bool], name: str) -> None:
+def test_unsupported_options(options: tuple[bool, bool, bool], name: str) -> None:
     with pytest.raises(CoverageError, match=name):
-        refuse_options(*options)
+        check_options(*options)
 
 
 def test_hooks_are_entered_once_an_architecture() -> None:

@@ -1,4 +1,4 @@
-"""Numbers of ranks that would cut quantization groups are refused before an engine starts."""
+"""Numbers of ranks that would cut quantization groups stop with a clear error before an engine starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = "model.layers.3.mlp.shared_expert.down_proj"
 
 
 def checkpoint(directory: Path, group_size: int | None, **channels: int) -> Path:
-    """Files that hold what layers say of their 4-bit weights; each tensor in a file of its own."""
+    """Files with the scales and shapes of 4-bit layers, each tensor in a file of its own."""
     names = {"dense": DENSE, "shared": SHARED, "expert": f"{EXPERTS}.0.down_proj"}
     for kind, width in channels.items():
         scale = torch.zeros(8, width // (group_size or width))
@@ -37,14 +37,14 @@ def check(directory: Path, layout: Layout, width: int, group_size: int | None, r
 
 
 @pytest.mark.parametrize(("width", "group_size", "ranks"), [(768, 128, 4), (640, 128, 2), (896, 128, 2)])
-def test_experts_whose_share_is_no_whole_group(tmp_path: Path, width: int, group_size: int, ranks: int) -> None:
-    """Case 1, case 2, case 4: a share of an expert that ends within a group is served, or refused in words at once.
+def test_experts_whose_share_ends_within_a_group(tmp_path: Path, width: int, group_size: int, ranks: int) -> None:
+    """Case 1, case 2, case 4: a share of an expert that ends within a group is served, or stops with a clear error.
 
-    768 channels over four ranks leave 192, 640 over two 320, 896 over two 448: none is a multiple of 128. Elsewhere
-    servers died of it at the first request, at a bare assertion, or in a worker whose log alone said why.
+    768 channels over four ranks leave 192, 640 over two 320, 896 over two 448, and none is a multiple of 128. Other
+    servers stopped at the first request, at an assertion without a message, or in a worker whose log had the cause.
     """
     directory = checkpoint(tmp_path, group_size, expert=width)
-    # our method deals whole groups, to some ranks one more than to others
+    # our method assigns entire groups, to some ranks one more than to others
     check(directory, "ragged", width, group_size, ranks)
     shares = [stop - start for rank in range(ranks) for start, stop in rank_ranges([width], group_size, rank, ranks)]
     assert sum(shares) == width
@@ -57,8 +57,8 @@ def test_experts_whose_share_is_no_whole_group(tmp_path: Path, width: int, group
 
 
 def test_experts_of_one_width_are_shared_evenly(tmp_path: Path) -> None:
-    """Case 2: vLLM asserts without a word that the ranks divide the one width of experts."""
-    with pytest.raises(CoverageError, match=r"3 ranks .* 640 channels of the experts are no multiple of it"):
+    """Case 2: vLLM asserts without a message that the ranks divide the one width of experts."""
+    with pytest.raises(CoverageError, match=r"3 ranks .* 640 channels of the experts are not a multiple of it"):
         check(tmp_path, "padded", 640, None, 3, ours=True)
     check(tmp_path, "ragged", 640, None, 3, ours=True)
 
@@ -74,30 +74,30 @@ def test_experts_of_one_width_are_shared_evenly(tmp_path: Path) -> None:
 def test_layer_beside_the_experts_that_blocks_a_degree(
     tmp_path: Path, kind: str, name: str, channels: int, group_size: int, ranks: int
 ) -> None:
-    """Case 5: dense first layers and shared experts have widths of their own, and are named where they do not fit."""
+    """Case 5: dense first layers and shared experts have widths of their own; the error names the one that stops."""
     directory = checkpoint(tmp_path, group_size, expert=1408, **{kind: channels})
     check(directory, "ragged", 1408, group_size, 1)
     with pytest.raises(CoverageError, match=rf"{channels // ranks} channels of the {name} .* group size {group_size}"):
         check(directory, "ragged", 1408, group_size, ranks)
 
 
-def test_scales_of_whole_rows_and_plain_weights_never_part(tmp_path: Path) -> None:
+def test_scales_of_entire_rows_allow_any_number_of_ranks(tmp_path: Path) -> None:
     """A row with one scale may be cut anywhere: every rank keeps the scale."""
     check(checkpoint(tmp_path, None, dense=10944, shared=2816), "ragged", 1408, None, 16)
 
 
 def configure(name: str, **options: Any) -> None:
-    """All that vLLM does in the user's process before it starts another."""
+    """Everything that vLLM does in the user's process before it starts another process."""
     arguments: dict[str, Any] = OPTIONS | {"distributed_executor_backend": "mp"} | options
     EngineArgs(model=str(checkpoint_path(name)), **arguments).create_engine_config()
 
 
-def test_cause_is_told_in_the_parent() -> None:
-    """Case 4: of 384 channels of a shared expert two ranks would hold 192, and the process that was called says so."""
+def test_cause_is_in_the_error_of_the_parent() -> None:
+    """Case 4: two ranks would hold 192 of 384 channels of a shared expert each, and the user's process says so."""
     with pytest.raises(ValueError, match=r"2 ranks .* 192 channels of the .*shared_expert\.down_proj .* inspect"):
         configure("ragged_shared_w4a16", tensor_parallel_size=2)
 
 
-def test_degrees_that_fit_are_not_refused() -> None:
+def test_degrees_that_fit() -> None:
     configure("ragged_w4a16_a64", tensor_parallel_size=2)
     configure("padded_fp32", tensor_parallel_size=2)

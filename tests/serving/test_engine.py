@@ -1,4 +1,4 @@
-"""Checkpoints in a real vLLM engine agree with transformers, and stock vLLM stops where it would answer garbage."""
+"""Checkpoints in a real vLLM engine agree with transformers, and stock vLLM stops at those it would get wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPES_4BIT = [
     "ragged_fisher_p25_w4a16",
     "ragged_fisher_p50_w4a16",
 ]
-LOST_EXPERTS_4BIT = [
+REMOVED_EXPERTS_4BIT = [
     "ragged_olmoe",
     "ragged_deepseek",
     "ragged_deepseek_v2",
@@ -44,9 +44,9 @@ LOST_EXPERTS_4BIT = [
     "ragged_qwen3_next",
 ]
 RAGGED_8BIT = ["ragged_fp8", "ragged_fp8_exact", "ragged_float8_attention"]
-# the last one's published checkpoints hold all experts of a layer in one tensor
+# published checkpoints of Granite hold all experts of a layer in one tensor
 FAMILIES_4BIT = [
-    *("ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *LOST_EXPERTS_4BIT),
+    *("ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4", *REMOVED_EXPERTS_4BIT),
     "ragged_granite_w4a16",
 ]
 FAMILIES_16BIT = ["ragged_granite"]
@@ -76,14 +76,14 @@ def engine_on(path: Path, **options: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("served", CHECKPOINTS, indirect=True)
 def test_agrees_with_transformers(served: tuple[Path, Any]) -> None:
-    """Case 13, case 27: what an engine answers to its first request is what transformers answers."""
+    """Case 13, case 27: the first request to an engine has the log-probabilities of transformers."""
     path, llm = served
     assert_agrees(path, prompt_logprobs(llm, expected_logprobs(path)[0]))
 
 
 @pytest.mark.parametrize("name", RAGGED_8BIT)
 def test_rounds_activations_token_by_token(name: str) -> None:
-    """As the toolkit does in transformers; an engine that leaves them alone, or mixes tokens, would agree nowhere.
+    """As llm-compressor does; an engine that does not round activations, or mixes tokens, would agree nowhere.
 
     The last bit of one value may decide to which of two numbers it is rounded, so single windows may differ.
     """
@@ -98,8 +98,8 @@ def test_rounds_activations_token_by_token(name: str) -> None:
     assert held == stored_bytes_of_experts(path, "float32")
 
 
-@pytest.mark.parametrize("name", LOST_EXPERTS_4BIT + FAMILIES_16BIT + RAGGED_8BIT)
-def test_families_lost_whole_experts_and_kept_more_than_are_picked(name: str) -> None:
+@pytest.mark.parametrize("name", REMOVED_EXPERTS_4BIT + FAMILIES_16BIT + RAGGED_8BIT)
+def test_families_have_removed_experts_and_keep_more_than_top_k(name: str) -> None:
     manifest = Manifest.from_checkpoint(checkpoint_path(name))
     assert manifest is not None
     assert manifest.removed_experts
@@ -119,37 +119,37 @@ def bytes_of_experts(model: torch.nn.Module) -> int:
 def run_apart(
     tmp_path: Path, checkpoints: dict[Path, dict[str, Any]], **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """Answers of ``engine.py`` in a process of its own, by checkpoint name."""
+    """Results of ``engine.py`` in a process of its own, by checkpoint name."""
     request = tmp_path / "checkpoints.json"
     request.write_text(json.dumps({str(path): options for path, options in checkpoints.items()}))
     program = Path(__file__).with_name("engine.py")
     done = subprocess.run(
         [sys.executable, program, request], env=os.environ | environment, capture_output=True, text=True, check=True
     )
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
-    return {Path(answer["path"]).name: answer for answer in answers}
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
+    return {Path(result["path"]).name: result for result in results}
 
 
 def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Case 6, case 30: two ranks find the plugin by themselves and answer as one does."""
+    """Case 6, case 30: two ranks find the plugin by themselves and give the output of one."""
     path = checkpoint_path("ragged_w4a16_a64")
     cores = sorted(os.sched_getaffinity(0))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    answers = run_apart(
+    results = run_apart(
         tmp_path,
         {path: options},
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_CPU_OMP_THREADS_BIND=f"{cores[0]}|{cores[-1]}",
     )
-    assert_agrees(path, answers[path.name]["prompt_logprobs"])
+    assert_agrees(path, results[path.name]["prompt_logprobs"])
 
 
 def test_stock_vllm_stops_at_ragged_experts_and_loads_one_width(tmp_path: Path) -> None:
     ragged = [checkpoint_path(name) for name in RAGGED_16BIT]
     one_width = [checkpoint_path(name) for name in ONE_WIDTH_16BIT]
-    answers = run_apart(tmp_path, {path: {} for path in ragged + one_width}, VLLM_PLUGINS="")
+    results = run_apart(tmp_path, {path: {} for path in ragged + one_width}, VLLM_PLUGINS="")
     for path in ragged:
-        assert "prompt_logprobs" not in answers[path.name]
-        assert "size" in answers[path.name]["error"] or "shape" in answers[path.name]["error"]
+        assert "prompt_logprobs" not in results[path.name]
+        assert "size" in results[path.name]["error"] or "shape" in results[path.name]["error"]
     for path in one_width:
-        assert_agrees(path, answers[path.name]["prompt_logprobs"])
+        assert_agrees(path, results[path.name]["prompt_logprobs"])

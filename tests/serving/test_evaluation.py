@@ -1,4 +1,4 @@
-"""``moe-coverage eval --backend vllm``, where the toolkit is not: the figure is that of transformers."""
+"""``moe-coverage eval --backend vllm`` without llm-compressor gives the figure of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENGINE = ("max_model_len=128", "enforce_eager=true", "max_num_seqs=4", "distribu
 
 
 def _tokenizer(directory: Path) -> None:
-    """One token a word; the names of its special tokens are parts of no other's, unlike in that of the checkpoint."""
+    """One token for each word; unlike in the checkpoint's tokenizer, no special token is a part of another token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -56,12 +56,12 @@ def test_figure_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "tasks" / "words.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
     output = tmp_path / "found.json"
     task = ["--tokenizer", str(tmp_path / "tokenizer"), "--tasks", "words", "--include-path", str(tmp_path / "tasks")]
-    asked = ["eval", str(path), *task, "--output", str(output), "--backend", "vllm", "--model-args", *ENGINE]
-    assert main(asked) == 0, capsys.readouterr().err
+    arguments = ["eval", str(path), *task, "--output", str(output), "--backend", "vllm", "--model-args", *ENGINE]
+    assert main(arguments) == 0, capsys.readouterr().err
 
     found = json.loads(output.read_text())["tasks"]["words"]
     perplexity = found["metrics"]["perplexity"]["value"]
-    # of one document, a continuation of several tokens
+    # of one document, whose continuation has several tokens
     assert -math.log(perplexity) == pytest.approx(sum(logprobs[CONTEXT - 1 :]), abs=TOLERANCE)
     assert found["settings"]["dtype"] == "float32"
     assert found["versions"]["vllm"]

@@ -1,4 +1,4 @@
-"""What needs no engine of the method that vLLM calls; the rest is in ``test_engine.py``."""
+"""The method that vLLM calls for experts, as far as that needs no engine; see ``test_engine.py`` for the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "model.layers.1.mlp.experts"
 
 
 def method(widths: list[int], **options: bool) -> RaggedExpertsMethod:
-    """Our method for a layer that vLLM describes with some options of its own."""
+    """Our method for a layer that vLLM describes with some of its options."""
     with set_current_vllm_config(VllmConfig()):
         moe = FusedMoEConfig(
             num_experts=len(widths),
@@ -36,16 +36,16 @@ def method(widths: list[int], **options: bool) -> RaggedExpertsMethod:
 
 
 def test_experts_chosen_by_a_table_cannot_be_removed() -> None:
-    """Hash-routed layers look experts up by token id, so masked logits would keep no token from a removed one."""
+    """Hash-routed layers select experts by token id, so a mask of logits keeps no token from a removed expert."""
     with pytest.raises(CoverageError, match=rf"{NAME} lacks 2 of 4 experts, .* table of token ids.*layout='padded'"):
         method([64, 0, 0, 128], has_hash_routing=True)
     assert method([64, 32, 8, 128], has_hash_routing=True).widths_E == [64, 32, 8, 128]
     assert method([64, 0, 0, 128]).widths_E == [64, 0, 0, 128]
 
 
-def test_slow_path_is_told_once_per_reason(log: list[str]) -> None:
+def test_slow_path_is_logged_once_per_reason(log: list[str]) -> None:
     for reason in ("no card", "no card", "odd groups", "no card"):
         announce_slow_path(reason)
-    told = [message for message in log if "plain torch" in message]
-    assert [message.rpartition(": ")[2] for message in told] == ["no card", "odd groups"]
-    assert all(message.startswith("WARNING") for message in told)
+    logged = [message for message in log if "plain torch" in message]
+    assert [message.rpartition(": ")[2] for message in logged] == ["no card", "odd groups"]
+    assert all(message.startswith("WARNING") for message in logged)

@@ -14,7 +14,7 @@ def test_every_token_is_rounded_to_the_nearest(seed: int, tokens: int, channels:
     x_TH = torch.randn(tokens, channels, generator=generator) * 2.0**exponent
     q_TH, scale_T1 = quantize_tokens(x_TH)
     found, expected = q_TH.double() * scale_T1.double(), float8_values(x_TH.double())
-    # what lies in the middle of two may go to either
+    # a value in the middle of two numbers may be rounded to either
     off = (found - expected).abs() > 1e-6 * expected.abs()
     error, least = (found - x_TH.double()).abs(), (expected - x_TH.double()).abs()
     assert (error[off] <= least[off] * (1 + 1e-5)).all()
@@ -31,7 +31,7 @@ def test_tokens_of_zeros_and_of_almost_nothing(dtype: torch.dtype) -> None:
     assert (scale_T1 > 0).all()
 
 
-def test_a_token_that_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     q_TH, scale_T1 = quantize_tokens(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]))
     assert (q_TH.float() * scale_T1)[0, 1].isnan()
     assert not q_TH[1].float().isnan().any()

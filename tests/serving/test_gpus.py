@@ -1,4 +1,4 @@
-"""Checkpoints in engines on GPUs: graphs, and two cards. By hand: CI has no GPU."""
+"""Checkpoints in engines on GPUs: graphs, and two cards. Run by hand, because CI has no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving.ranks import CROWD, finish, finish_all, start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-DTYPE = "bfloat16"  # what the kernels are made for, and the only one of some attention
+DTYPE = "bfloat16"  # the kernels are made for it, and some attention supports no other
 MEDIAN_BFLOAT16 = 0.02
 SHARED_CARD = {
     "dtype": DTYPE,
@@ -23,7 +23,7 @@ SHARED_CARD = {
     # several engines may share a card
     "gpu_memory_utilization": 0.04,
     "kv_cache_memory_bytes": 2**28,
-    # of gated delta rules: those of flashinfer would be compiled first
+    # for gated delta rules; the kernels of flashinfer would be compiled first
     "gdn_prefill_backend": "triton",
 }
 GRAPHS = SHARED_CARD | {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 64]}}
@@ -35,24 +35,24 @@ SERVED = [
     *("ragged_deepseek", "ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3"),
     "ragged_qwen3_next",
 ]
-# exact widths in 16 bits: rows of the down projection are padded to eight channels; 8 bits: both ranks hold its scales
+# exact widths in 16 bits: rows of down_proj are padded to eight channels; 8 bits: both ranks hold its scales
 MOST_PADDING = {"ragged_bf16": 0.01, "ragged_fp8": 0.01}
 SEVERAL_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def assert_right(path: Path, answer: dict[str, Any]) -> None:
-    """A prompt's tokens are as likely as transformers says, and decoded ones as they are when they are a prompt."""
-    assert_agrees(path, answer["prompt_logprobs"], DTYPE)
-    assert_agrees(path, answer["logprobs_in_crowd"], DTYPE)
-    difference = torch.tensor(answer["logprobs"]) - torch.tensor(answer["logprobs_as_prompt"])
+def assert_right(path: Path, output: dict[str, Any]) -> None:
+    """A prompt's tokens are as likely as in transformers, and decoded tokens as likely as when they are a prompt."""
+    assert_agrees(path, output["prompt_logprobs"], DTYPE)
+    assert_agrees(path, output["logprobs_in_crowd"], DTYPE)
+    difference = torch.tensor(output["logprobs"]) - torch.tensor(output["logprobs_as_prompt"])
     assert difference.abs().median() <= MEDIAN_BFLOAT16
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_graphs(name: str) -> None:
-    """Shared experts, with gates and without, and routers that lost experts are captured like the rest."""
+    """Shared experts, with gates and without, and routers with removed experts are captured like the rest."""
     path = checkpoint_path(name)
-    assert_right(path, finish(start(path, GRAPHS))["answer"])
+    assert_right(path, finish(start(path, GRAPHS))["output"])
 
 
 @SEVERAL_CARDS
@@ -68,7 +68,7 @@ def test_graphs(name: str) -> None:
 def test_two_cards(name: str, kind: str) -> None:
     path = checkpoint_path(name)
     found = finish(start(path, TWO_CARDS | {kind: 2}, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
-    assert_right(path, found["answer"])
+    assert_right(path, found["output"])
     experts = [held for held, _ in found["bytes_held"]]
     stored = stored_bytes_of_experts(path, DTYPE)
     assert stored <= sum(experts) <= stored * (1 + MOST_PADDING.get(name, 0))
@@ -87,5 +87,5 @@ def test_two_data_parallel_cards() -> None:
         [start(path, GRAPHS, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")]
     )
     for each in found:
-        assert_right(path, each["answer"])
+        assert_right(path, each["output"])
     assert sum(held for each in found for held, _ in each["bytes_held"]) == stored_bytes_of_experts(path, DTYPE)

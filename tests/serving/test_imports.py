@@ -1,4 +1,4 @@
-"""Importing costs nothing until vLLM asks, and the serving half needs nothing of the compressing one."""
+"""Importing costs nothing until vLLM calls register(), and the serving half does not need the compressing one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The plugin as processes of an engine find it: by its entry point, in a process that inherits nothing."""
+"""Processes of an engine find the plugin by its entry point, also if they inherit nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 RANKS = 2
-# A pool would have to import this file by a name that pytest does not give it.
+# a program of its own: a pool imports the main module by name, and pytest gives this file none
 FIND = """
 import json, multiprocessing, sys
 
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 def test_spawned_processes_find_it_by_its_entry_point(tmp_path) -> None:
-    """Case 30: ranks in processes of their own, spawned and not forked, know our checkpoints; loaded once or twice."""
+    """Case 30: ranks in spawned processes claim our checkpoints, whether the plugin is loaded once or twice."""
     program = tmp_path / "find.py"
     program.write_text(FIND)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)

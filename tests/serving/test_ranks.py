@@ -1,4 +1,4 @@
-"""Checkpoints spread over ranks of every kind answer as one rank does, and each rank holds its own part only."""
+"""Ranks of every kind give the output of one rank, and each rank holds only its part of the experts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, open_engine
-from tests.serving.ranks import answer, finish, finish_all, prompts, start
+from tests.serving.ranks import finish, finish_all, generate, prompts, start
 
 CORES = sorted(os.sched_getaffinity(0))
 IN_PROCESSES = {"distributed_executor_backend": "mp"}
 
 
 def one_rank(path: Path, count: int) -> list[dict[str, Any]]:
-    """Answers of an engine in this process to the first prompts."""
+    """Outputs of an engine in this process for the first prompts."""
     llm = open_engine(path)
-    answers = [answer(llm, prompt_ids, number) for number, prompt_ids in enumerate(prompts(path)[:count])]
+    outputs = [generate(llm, prompt_ids, number) for number, prompt_ids in enumerate(prompts(path)[:count])]
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
-    return answers
+    return outputs
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def test_pipeline_of_two_ranks() -> None:
     )
     [expected] = one_rank(path, 1)
     found = finish(process)
-    assert_equal(found["answer"], expected)
+    assert_equal(found["output"], expected)
     experts, layers = zip(*found["bytes_held"], strict=True)
     assert sum(experts) == stored_bytes_of_experts(path)
     assert 0 < experts[1] < experts[0] < layers[0]  # two layers, and one
@@ -80,8 +80,8 @@ def test_three_data_parallel_ranks_beside_shared_experts() -> None:
     found = finish_all(processes)
     expected = one_rank(path, ranks)
     for each, alone in zip(found, expected, strict=True):
-        assert_equal(each["answer"], alone)
-        assert_agrees(path, each["answer"]["prompt_logprobs"])
+        assert_equal(each["output"], alone)
+        assert_agrees(path, each["output"]["prompt_logprobs"])
     [experts] = zip(*([held for held, _ in each["bytes_held"]] for each in found), strict=True)
     assert sum(experts) == stored_bytes_of_experts(path)
     assert max(experts) < stored_bytes_of_experts(path) / 2
@@ -95,7 +95,7 @@ def test_three_ranks_that_do_not_divide_the_width() -> None:
         VLLM_CPU_OMP_THREADS_BIND="|".join(str(CORES[rank % len(CORES)]) for rank in range(3)),
     )
     found = finish(process)
-    assert_agrees(path, found["answer"]["prompt_logprobs"])
+    assert_agrees(path, found["output"]["prompt_logprobs"])
     experts = [held for held, _ in found["bytes_held"]]
     assert sum(experts) == stored_bytes_of_experts(path)
     assert max(experts) <= 1.05 * sum(experts) / 3

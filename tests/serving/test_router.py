@@ -1,15 +1,24 @@
-"""Removed experts are never chosen, by vLLM's own routers."""
+"""Removed experts are never selected by vLLM's own routers, and a router that ignores the mask is found."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
+from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving.compat import complete_cpu_router
-from moe_coverage_plugin.serving.router import mask_router
+from moe_coverage_plugin.serving.router import check_mask, mask_router
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 200
 REMOVED = [0, 3, 6]
-LIVING = [expert for expert in range(EXPERTS) if expert not in REMOVED]
+KEPT = [expert for expert in range(EXPERTS) if expert not in REMOVED]
+
+
+def check(router: Any, dtype: torch.dtype = torch.float32) -> None:
+    check_mask(router, REMOVED, EXPERTS, 4, torch.device("cpu"), dtype, dtype)
 
 
 def route(router: CPURouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,18 +27,18 @@ def route(router: CPURouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_softmax_over_living_experts(renormalize: bool, dtype: torch.dtype) -> None:
+def test_softmax_over_kept_experts(renormalize: bool, dtype: torch.dtype) -> None:
     router = CPURouter(TOP_K, EXPERTS, renormalize=renormalize)
     mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
     logits = torch.randn(TOKENS, EXPERTS).to(dtype)
-    logits[:, REMOVED] += 10  # they would win
+    logits[:, REMOVED] += 10  # without a mask they would be selected
     weights, ids = route(router, logits)
-    expected, positions = logits[:, LIVING].softmax(-1, dtype=torch.float32).topk(TOP_K)
+    expected, positions = logits[:, KEPT].softmax(-1, dtype=torch.float32).topk(TOP_K)
     if renormalize:
         expected = expected / expected.sum(-1, keepdim=True)
     assert not torch.isin(ids, torch.tensor(REMOVED)).any()
     if dtype == torch.float32:  # ties are common in bfloat16
-        assert torch.equal(ids.sort().values, torch.tensor(LIVING, dtype=ids.dtype)[positions].sort().values)
+        assert torch.equal(ids.sort().values, torch.tensor(KEPT, dtype=ids.dtype)[positions].sort().values)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(weights.sort().values, expected.sort().values, rtol=tolerance, atol=tolerance)
 
@@ -51,10 +60,10 @@ def test_sigmoid_with_correction_bias(groups: int) -> None:
     logits = torch.randn(TOKENS, EXPERTS)
     logits[:, REMOVED] += 10
     weights, ids = route(router, logits)
-    scores = logits[:, LIVING].sigmoid()
-    positions = (scores + bias[LIVING]).topk(TOP_K).indices
+    scores = logits[:, KEPT].sigmoid()
+    positions = (scores + bias[KEPT]).topk(TOP_K).indices
     expected = scores.gather(1, positions)
-    assert torch.equal(ids.sort().values.long(), torch.tensor(LIVING)[positions].sort().values)
+    assert torch.equal(ids.sort().values.long(), torch.tensor(KEPT)[positions].sort().values)
     torch.testing.assert_close(weights.sort().values, (expected / expected.sum(-1, keepdim=True)).sort().values)
 
 
@@ -69,7 +78,7 @@ def test_logits_of_the_caller_are_left_alone() -> None:
 
 @pytest.mark.parametrize(("scoring_func", "has_bias"), [("softmax", True), ("sigmoid", True), ("sigmoid", False)])
 def test_cpu_router_without_groups_reads_bias_and_scores(scoring_func: str, has_bias: bool) -> None:
-    """By itself it passes over the bias of softmax scores without a word, and stops at sigmoid scores."""
+    """By itself it ignores the bias of softmax scores without an error, and stops at sigmoid scores."""
     bias = torch.randn(EXPERTS) if has_bias else None
     router = CPURouter(TOP_K, EXPERTS, scoring_func=scoring_func, e_score_correction_bias=bias)
     complete_cpu_router(router)
@@ -89,3 +98,68 @@ def test_cpu_router_that_needs_no_help_is_left_alone() -> None:
     complete_cpu_router(router)
     assert not router.use_grouped_topk
     assert all(torch.equal(*pair) for pair in zip(before, route(router, logits), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+def test_a_masked_router_passes_the_check(scoring_func: str, dtype: torch.dtype) -> None:
+    bias = torch.zeros(EXPERTS).index_fill(0, torch.tensor(REMOVED), -torch.inf) if scoring_func == "sigmoid" else None
+    router = CPURouter(TOP_K, EXPERTS, scoring_func=scoring_func, e_score_correction_bias=bias)
+    complete_cpu_router(router)
+    mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
+    state = torch.get_rng_state()
+    check(router, dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class HiddenRouter(CPURouter):
+    """Computes logits of its own from the hidden states, as a fused gate does."""
+
+    def _compute_routing(self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any):
+        return super()._compute_routing(hidden_states, hidden_states.repeat(1, 2), *args, **kwargs)
+
+
+class PropertyRouter(CPURouter):
+    """Looks its method up in the class and ignores one that is put on an object."""
+
+    @property
+    def select_experts(self) -> Any:
+        return super().select_experts
+
+    @select_experts.setter
+    def select_experts(self, _: Any) -> None:
+        pass
+
+
+class CompiledRouter(CPURouter):
+    """Has no dictionary of attributes that a method could be put into, like a class of a compiled extension."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "select_experts":
+            raise AttributeError(f"'CompiledRouter' object attribute {name!r} is read-only")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [HiddenRouter, PropertyRouter])
+def test_a_router_that_ignores_the_mask_is_found(kind: type[CPURouter]) -> None:
+    router = kind(TOP_K, EXPERTS)
+    mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
+    with pytest.raises(
+        CoverageError, match=rf"{kind.__name__} of this vLLM selects \d of 3 removed experts, first \d"
+    ):
+        check(router)
+
+
+def test_correction_bias_that_prefers_removed_experts_is_found() -> None:
+    """The score of a masked logit is 0 after sigmoid, so the checkpoint's bias must be ``-inf``."""
+    bias = torch.zeros(EXPERTS).index_fill(0, torch.tensor(REMOVED), 2.0)
+    router = CPURouter(TOP_K, EXPERTS, scoring_func="sigmoid", e_score_correction_bias=bias)
+    complete_cpu_router(router)
+    mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
+    with pytest.raises(CoverageError, match="selects 3 of 3 removed experts"):
+        check(router)
+
+
+def test_a_router_whose_method_cannot_be_replaced() -> None:
+    with pytest.raises(CoverageError, match=r"CompiledRouter of this vLLM does not let its method .* layout='padded'"):
+        mask_router(CompiledRouter(TOP_K, EXPERTS), REMOVED, EXPERTS, torch.device("cpu"))

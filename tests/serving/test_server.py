@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server, started for real by ``examples/serve_and_query.py`` and asked over HTTP."""
+"""The OpenAI-compatible server, started by ``examples/serve_and_query.py`` and queried over HTTP."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ OPTIONS = ("--enforce-eager", "--max-model-len", MOST_TOKENS, "--max-num-seqs", 
 
 
 class Server(NamedTuple):
-    """A running example: what it has printed, and where it serves."""
+    """A running example, what it has printed, and its address."""
 
     process: subprocess.Popen[str]
     url: str
     model: str
     printed: list[str]
 
-    def ask(self, path: str, **question: Any) -> tuple[int, Any]:
-        """Status and JSON of an answer; a POST where there is a question."""
-        data = json.dumps({"model": self.model} | question).encode() if question else None
+    def query(self, path: str, **request: Any) -> tuple[int, Any]:
+        """Status and JSON of a response; the method is POST if there is a request."""
+        data = json.dumps({"model": self.model} | request).encode() if request else None
         try:
-            with urlopen(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=120) as answer:
-                return answer.status, json.load(answer)
+            with urlopen(
+                Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=120
+            ) as response:
+                return response.status, json.load(response)
         except HTTPError as error:
             return error.code, json.load(error)
 
@@ -46,14 +48,14 @@ def server() -> Iterator[Server]:
     path = checkpoint_path(CHECKPOINT, "tokenizer.json")
     script = REPOSITORY / "examples" / "serve_and_query.py"
     command = [sys.executable, script, path, "--hold", "--prompt", "w5 w6 w7", "--max-tokens", "4", *OPTIONS]
-    # the other tests keep engines in their process, users do not
+    # other tests keep engines in their process, but users do not
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     process = subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        # a shell that runs the tests in the background has it ignored
+        # a shell that runs the tests in the background makes them ignore the signal
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
@@ -61,7 +63,7 @@ def server() -> Iterator[Server]:
     try:
         for line in process.stdout:
             printed.append(line)
-            # the last thing that it prints before it holds
+            # the last line that it prints before it waits
             if "completion_tokens" in line:
                 break
         found = re.search(r"^Serving (\S+) at (\S+),", "".join(printed), re.MULTILINE)
@@ -73,7 +75,7 @@ def server() -> Iterator[Server]:
             process.wait(60)
 
 
-def test_the_example_prints_what_it_asked(server: Server) -> None:
+def test_the_example_prints_its_query(server: Server) -> None:
     text = "".join(server.printed)
     assert f"prompts of up to {MOST_TOKENS} tokens" in text
     assert "'prompt_tokens': 3, 'total_tokens': 7, 'completion_tokens': 4" in text
@@ -81,34 +83,34 @@ def test_the_example_prints_what_it_asked(server: Server) -> None:
 
 
 def test_models(server: Server) -> None:
-    status, answer = server.ask("/v1/models")
+    status, response = server.query("/v1/models")
     assert status == 200
-    [model] = answer["data"]
+    [model] = response["data"]
     assert (model["id"], model["max_model_len"]) == (str(checkpoint_path(CHECKPOINT)), MOST_TOKENS)
 
 
 def test_completions(server: Server) -> None:
-    question = {"prompt": "w5 w6 w7", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    status, answer = server.ask("/v1/completions", **question)
+    request = {"prompt": "w5 w6 w7", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    status, response = server.query("/v1/completions", **request)
     assert status == 200
-    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
-    [choice] = answer["choices"]
+    assert response["usage"] == response["usage"] | {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    [choice] = response["choices"]
     assert len(re.findall(r"w\d+", choice["text"])) == 8
     assert choice["finish_reason"] == "length"
-    assert server.ask("/v1/completions", **question)[1]["choices"] == answer["choices"]
+    assert server.query("/v1/completions", **request)[1]["choices"] == response["choices"]
 
 
-def test_answers_are_those_of_transformers(server: Server) -> None:
+def test_responses_are_those_of_transformers(server: Server) -> None:
     prompt_ids, expected = expected_logprobs(checkpoint_path(CHECKPOINT), "float32")
-    question = {"prompt": prompt_ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
-    status, answer = server.ask("/v1/completions", **question)
+    request = {"prompt": prompt_ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    status, response = server.query("/v1/completions", **request)
     assert status == 200
-    found = answer["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt_ids)]
+    found = response["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt_ids)]
     assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("question", "words"),
+    ("request_", "text"),
     [
         ({"prompt": "w5 " * 2 * MOST_TOKENS, "max_tokens": 1}, str(MOST_TOKENS)),
         ({"prompt": "w5", "max_tokens": 2 * MOST_TOKENS}, str(MOST_TOKENS)),
@@ -116,18 +118,18 @@ def test_answers_are_those_of_transformers(server: Server) -> None:
         ({"prompt": "w5", "model": "another"}, "another"),
     ],
 )
-def test_a_question_that_cannot_be_answered_is_an_error_and_the_server_lives_on(
-    server: Server, question: dict[str, Any], words: str
+def test_an_invalid_request_is_an_error_and_the_server_goes_on(
+    server: Server, request_: dict[str, Any], text: str
 ) -> None:
-    status, answer = server.ask("/v1/completions", **question)
+    status, response = server.query("/v1/completions", **request_)
     assert 400 <= status < 500
-    assert words in json.dumps(answer)
-    assert server.ask("/v1/completions", prompt="w5", max_tokens=1)[0] == 200
+    assert text in json.dumps(response)
+    assert server.query("/v1/completions", prompt="w5", max_tokens=1)[0] == 200
     assert server.process.poll() is None
 
 
 def test_is_stopped_by_ctrl_c(server: Server) -> None:
-    """Last: nothing listens any more where it did, and the example ends well."""
+    """The last test: nothing listens at the address any more, and the example exits with status 0."""
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(60) == 0
     host, port = server.url.removeprefix("http://").split(":")
@@ -135,7 +137,7 @@ def test_is_stopped_by_ctrl_c(server: Server) -> None:
         assert client.connect_ex((host, int(port))) != 0
 
 
-def test_a_server_that_does_not_start_in_time_is_told_and_stopped() -> None:
+def test_a_server_that_does_not_start_in_time_is_reported_and_stopped() -> None:
     script = REPOSITORY / "examples" / "serve_and_query.py"
     command = [sys.executable, str(script), str(checkpoint_path(CHECKPOINT)), "--wait", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

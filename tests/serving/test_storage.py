@@ -55,7 +55,7 @@ def test_complete_load_leaves_no_nan(scheme: ExpertScheme) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_missing_tensor_is_named(scheme: ExpertScheme) -> None:
-    """Case 23: every tensor of the experts must have come, or the engine stops."""
+    """Case 23: every tensor of the experts must be loaded, or the engine stops."""
     experts = RaggedExperts([32, 0, 64], scheme=scheme)
     for missing in experts.tensors:
         storage, layer = experts.storage()
@@ -73,22 +73,22 @@ def test_long_lists_of_missing_tensors_are_cut() -> None:
         storage.check_complete()
 
 
-def test_tensor_that_comes_twice() -> None:
+def test_tensor_that_is_loaded_twice() -> None:
     experts = RaggedExperts([32, 64])
     _, layer = experts.storage()
     experts.load(layer)
-    with pytest.raises(CoverageError, match=r"mlp\.experts\.1\.up_proj\.weight came twice"):
+    with pytest.raises(CoverageError, match=r"mlp\.experts\.1\.up_proj\.weight is in the checkpoint more than once"):
         experts.load(layer, [("weight", UP, 1)])
 
 
-def test_weights_in_another_layout_take_no_new_ones() -> None:
+def test_weights_in_another_layout_cannot_be_loaded_again() -> None:
     experts = RaggedExperts([32, 64])
     storage, layer = experts.storage()
     experts.load(layer)
     other = torch.ones(3, dtype=torch.uint8)
     storage.replace_parameter(layer, "w2_weight", other)
     assert dict(layer.named_parameters())["w2_weight"].data_ptr() == other.data_ptr()
-    with pytest.raises(CoverageError, match="were rearranged for the kernels and take no new weights"):
+    with pytest.raises(CoverageError, match="were rearranged for the kernels and cannot be loaded again"):
         experts.load(layer, [("weight", DOWN, 0)])
 
 
@@ -123,11 +123,13 @@ def test_declared_shape_that_is_not_the_width() -> None:
 
 
 def test_hidden_size_that_cuts_a_group() -> None:
-    with pytest.raises(CoverageError, match="hidden size 96, no multiple of the quantization group size 64"):
+    with pytest.raises(
+        CoverageError, match="hidden size 96, which is not a multiple of the quantization group size 64"
+    ):
         ExpertStorage("mlp.experts", tuple(PROJECTIONS.values()), [64], 96, ExpertScheme(4, 64))
 
 
-def test_weights_may_be_loaded_anew() -> None:
+def test_weights_may_be_loaded_again() -> None:
     experts = RaggedExperts([32, 64])
     storage, layer = experts.storage()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""An engine has every weight from the checkpoint, or it does not start."""
+"""An engine loads every weight from the checkpoint, or it does not start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving.engine import checkpoint_path, open_engine
 
 
 def copied(directory: Path, name: str, without: str = "nothing") -> Path:
-    """A copy of a checkpoint that lacks tensors, in two shards and with an index that does not tell of it."""
+    """A copy of a checkpoint that lacks tensors, in two shards, with an index that does not list them."""
     source = checkpoint_path(name)
     tensors = {key: t for key, t in load_file(source / "model.safetensors").items() if not key.startswith(without)}
     shards = {f"model-{half + 1}-of-2.safetensors": sorted(tensors)[half::2] for half in range(2)}
@@ -28,15 +28,15 @@ def copied(directory: Path, name: str, without: str = "nothing") -> Path:
 
 
 @pytest.mark.parametrize("name", ["ragged_fp32", "ragged_w4a16"])
-@pytest.mark.parametrize("lost", ["model.layers.1.self_attn.o_proj", "model.layers.2.input_layernorm"])
-def test_parameter_without_a_tensor_stops_the_engine(tmp_path: Path, name: str, lost: str) -> None:
-    """Case 21, case 23: vLLM leaves parameters of quantized models at random where no tensor comes, unless told."""
-    with pytest.raises(ValueError, match=rf"not initialized from checkpoint: .*{lost}"):
-        open_engine(copied(tmp_path, name, lost))
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.o_proj", "model.layers.2.input_layernorm"])
+def test_parameter_without_a_tensor_stops_the_engine(tmp_path: Path, name: str, missing: str) -> None:
+    """Case 21, case 23: by default vLLM leaves parameters of quantized models at random if no tensor is loaded."""
+    with pytest.raises(ValueError, match=rf"not initialized from checkpoint: .*{missing}"):
+        open_engine(copied(tmp_path, name, missing))
 
 
-def test_missing_shard_is_told_before_an_engine_starts(tmp_path: Path) -> None:
-    """Case 23: an index names the files that there must be."""
+def test_missing_shard_is_found_before_an_engine_starts(tmp_path: Path) -> None:
+    """Case 23: an index names the files that a checkpoint must have."""
     path = copied(tmp_path, "ragged_w4a16")
     manifest = Manifest.from_checkpoint(path)
     assert manifest is not None
@@ -50,10 +50,10 @@ def test_missing_shard_is_told_before_an_engine_starts(tmp_path: Path) -> None:
             check_headers(path, manifest)
 
 
-def test_whole_checkpoint_in_shards_is_served_and_what_the_engine_saves_is_not(tmp_path: Path) -> None:
+def test_complete_checkpoint_in_shards_is_served_and_what_the_engine_saves_is_not(tmp_path: Path) -> None:
     llm = open_engine(copied(tmp_path, "ragged_w4a16"))
     assert sum(llm.apply_model(lambda model: sum(int(torch.isnan(p).sum()) for p in model.parameters()))) == 0
-    # what an engine writes of itself is already dealt to ranks and rearranged
+    # weights that an engine saves are already split among ranks and rearranged
     state = tmp_path / "state"
     state.mkdir()
     (state / "config.json").write_text((tmp_path / "config.json").read_text())
