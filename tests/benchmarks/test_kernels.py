@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernels import render
-from benchmarks.kernels.layers import Layer, draw, random_tensors
-from benchmarks.kernels.rows import Row, append_row, read_rows
+from benchmarks.kernels.layers import draw, random_tensors
+from benchmarks.kernels.rows import Row, append_row
 from benchmarks.kernels.shapes import SHAPES, Shape, copies_needed, expert_bytes, mean_bytes, random_widths
 from benchmarks.markers import TITLE
-from moe_coverage_plugin import CoverageError
 
 TINY = Shape("tiny", hidden=256, channels=768, experts=5, top_k=2)
 ROW = Row(
@@ -43,12 +41,6 @@ ROW = Row(
     command="python -m benchmarks.kernels",
     seed=0,
 )
-FAILED = replace(ROW, tokens=2, stock_us=None, ratio=None, stock_times={}, stock_error="RuntimeError: no such shape")
-
-
-def cells(text: str) -> list[list[str]]:
-    """Cells of all lines of tables."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
 @given(st.integers(1, 128), st.integers(1, 200), st.integers())
@@ -95,17 +87,6 @@ def test_copies_exceed_the_cache_four_times_and_no_more_than_needed(touched: int
     assert (copies - 1) * touched < 4 * cache
 
 
-def test_copies_are_equal_and_share_no_memory():
-    weights = (torch.zeros(3), torch.ones(2))
-    layer = Layer(lambda weights, _: weights[0], [weights])
-    first, second = layer.copied(2)
-    second[0].add_(1)
-    assert first[0] is weights[0]
-    assert first[0].tolist() == [0, 0, 0]
-    assert second[1].tolist() == [1, 1]
-    assert layer.copied(2)[1] is second
-
-
 def test_inputs_differ_between_calls_and_repeat_with_the_seed():
     def drawn() -> list:
         generator = torch.Generator().manual_seed(3)
@@ -125,38 +106,6 @@ def test_inputs_have_the_dtypes_that_both_layers_take():
     assert all(len(set(ids)) == 2 for ids in call.topk_ids_TK.tolist())
 
 
-def test_later_rows_replace_earlier_ones(tmp_path: Path):
-    file = tmp_path / "deep" / "rows.jsonl"
-    later = replace(ROW, ours_us=9.0)
-    for row in (ROW, FAILED, later):
-        append_row(file, row)
-    assert read_rows([file]) == [later, FAILED]
-
-
-def test_tables_have_a_row_for_tokens_and_a_column_for_shapes():
-    other = replace(ROW, shape="Mixtral-8x7B", channels=14336, width=11904, tokens=8192, ratio=0.9, ours_us=5000.0)
-    text = render.section([other, FAILED, ROW, replace(ROW, bits=16, ratio=1.0, difference=0.004)])
-    four, sixteen = text.split("#### bfloat16")
-    assert cells(four) == [
-        ["tokens", "Qwen3-30B-A3B", "Mixtral-8x7B"],
-        cells(four)[1],
-        ["1", "1.23 (12.3)", ""],
-        ["2", "failed (12.3)", ""],
-        ["8192", "", "0.90 (5000.0)"],
-    ]
-    assert ["1", "1.00 (12.3)"] in cells(sixteen)
-    assert f"- {ROW.card}, Qwen3-30B-A3B, 4 bits, 2 tokens: RuntimeError: no such shape" in text
-    assert "- Mean widths: Mixtral-8x7B 11904 of 14336; Qwen3-30B-A3B 640 of 768." in text
-    assert "bfloat16 0.0040." in text
-
-
-def test_each_card_has_its_own_tables():
-    text = render.section([ROW, replace(ROW, card="another card", ratio=0.5)])
-    first, second = text.split("### another card")
-    assert ["1", "1.23 (12.3)"] in cells(first)
-    assert ["1", "0.50 (12.3)"] in cells(second)
-
-
 def test_results_are_written_between_their_markers(tmp_path: Path):
     file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
     append_row(file, ROW)
@@ -167,13 +116,3 @@ def test_results_are_written_between_their_markers(tmp_path: Path):
     page.write_text(f"Mine.\n\n{once}\nMine too.\n")
     render.write_results([file], page)
     assert page.read_text() == f"Mine.\n\n{once}\nMine too.\n"
-
-
-def test_errors_of_rendering(tmp_path: Path):
-    file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
-    with pytest.raises(CoverageError, match="no rows, measure first"):
-        render.write_results([file], page)
-    append_row(file, ROW)
-    page.write_text("no markers")
-    with pytest.raises(CoverageError, match="kernels begin"):
-        render.write_results([file], page)

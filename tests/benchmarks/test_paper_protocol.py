@@ -69,9 +69,8 @@ def test_a_row_for_real(model_path, tmp_path, capsys, monkeypatch):
     row = {"question": "w205 w217", "choices": ["w241 w299", "w307"], "answer": 1}
     (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "recipe.yaml").write_text(
-        "prune_stage:\n  prune_modifiers:\n    AttributionModifier: {layer_noise: null}\n"
-        "    CoverageModifier: {sparsity: 0.4, inter_layer: uniform}\n"
-        "    AlignmentModifier: {block_size: 64, min_width: 64}\n    ChannelPruningModifier: {}\n"
+        "prune_stage:\n  prune_modifiers:\n    AttributionModifier: {}\n    CoverageModifier: {sparsity: 0.4}\n"
+        "    AlignmentModifier: {block_size: 64}\n    ChannelPruningModifier: {}\n"
     )
     rows = ("--work", str(tmp_path / "work"), "--model", f"tiny={model_path}", "--variant")
     rows += (str(tmp_path / "recipe.yaml"), "--multiple-choice", str(tmp_path / "quiz.jsonl"))

@@ -18,10 +18,3 @@ def test_draws_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Image.open(Path(pareto.__file__).with_name("pareto.png")) as kept,
     ):
         assert found.size == kept.size
-
-
-def test_shows_every_method_at_every_number_of_bits(monkeypatch: pytest.MonkeyPatch):
-    shown = []
-    monkeypatch.setattr(pareto, "write_pareto", lambda rows, _: shown.extend(rows))
-    pareto.main()
-    assert {(row.method, row.bits) for row in shown} == {(m, b) for m in pareto.METHODS for b in pareto.BITS}

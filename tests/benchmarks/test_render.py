@@ -54,10 +54,6 @@ SWEEP = [
 ]
 
 
-def refused(row: Row, words: str) -> Row:
-    return replace(row, bytes=None, loss=None, losses=None, removed=None, removed_experts=None, refusal=words)
-
-
 def cells(text: str) -> list[list[str]]:
     """Cells of all lines of tables."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -71,54 +67,12 @@ def test_repeated_rows_show_mean_and_deviation():
     assert "seeds 0, 1, 2" in text
 
 
-def test_pivots_show_mean_and_deviation_too():
-    losses = {0: 2.1, 1: 2.2, 2: 2.3}
-    both = ("strategies", "uniform / usage"), ("sweep", "paper")
-    rows = [row(table, name, 0.25, 16, loss, seed=seed) for table, name in both for seed, loss in losses.items()]
-    found = cells(section([BASE, *rows]))
-    assert ["uniform", "+0.2000 ± 0.1000"] in found
-    assert ["paper", "+0.2000 ± 0.1000 (16.00)"] in found
-
-
-def test_refused_rows_stand_in_the_table_and_say_why():
-    text = section([BASE, refused(row("main", "paper", 0.5, 0, 0), "too few experts: lower it")])
-    assert ["paper", "50 %", "16", "", "refused", ""] in cells(text)
-    assert "- paper, 50 %, 16 bits, seed 0: too few experts: lower it" in text
-
-
-def test_sparse_bytes_stand_in_brackets():
-    text = section([BASE, replace(row("main", "Wanda", 0.5, 20, 2.2), sparse_bytes=12_500_000)])
-    assert "20.00 (12.50)" in text
-
-
-def test_strategies_are_a_matrix():
-    rows = [
-        row("strategies", f"{outer} / {inner}", 0.25, 16, 2.0 + value)
-        for outer, inner, value in (("uniform", "usage", 0.1), ("uniform", "loss", 0.2), ("loss", "usage", 0.3))
-    ]
-    found = cells(section([BASE, *rows]))
-    assert found[0] == ["", "usage", "loss"]
-    assert found[2:] == [["uniform", "+0.1000", "+0.2000"], ["loss", "+0.3000", ""]]
-
-
 def test_baselines_are_compared_with_the_curve_at_their_bytes():
     # the straight line from 16 MB, 2.1 to 8 MB, 3.1 is at 2.6 where REAP has 12 MB and 2.5
     assert lost_to_same_bits(SWEEP, "recommended") == ["REAP 50 % x 16 bits (12.00 MB): 2.5000 against 2.6000"]
     ours = ["recommended 25 % x 16 bits (16.00 MB), 2.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     theirs = ["recommended 75 % x 16 bits (8.00 MB), 3.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     assert lost_to_other_bits(SWEEP, "recommended") == ours + theirs
-
-
-def test_seeds_are_compared_by_their_means():
-    ours = [row("sweep", "recommended", 0.5, 12, loss, seed=seed) for seed, loss in enumerate((2.2, 2.4))]
-    reap = [row("sweep", "REAP", 0.5, 12, loss, seed=seed) for seed, loss in enumerate((2.1, 2.4))]
-    assert lost_to_same_bits([*ours, *reap], "recommended") == [
-        "REAP 50 % x 16 bits (12.00 MB): 2.2500 against 2.3000"
-    ]
-    quantized = [row("sweep", "paper", 0.25, 6, loss, bits=4, seed=seed) for seed, loss in enumerate((2.1, 2.3))]
-    assert lost_to_other_bits([*ours, *quantized], "recommended") == [
-        "recommended 50 % x 16 bits (12.00 MB), 2.3000: paper 25 % x 4 bits (6.00 MB), 2.2000"
-    ]
 
 
 def test_sweep_says_where_the_recommended_recipe_loses():
@@ -152,7 +106,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path):
     page.write_text("no markers")
     with pytest.raises(CoverageError, match="lacks the lines"):
         write_results([tmp_path / "rows.jsonl"], page)
-
-
-def test_a_comparison_that_has_not_come_to_the_method_loses_nowhere():
-    assert lost_to_same_bits([row("sweep", "paper", 0.25, 7.0, 2.0)], "recommended") == []

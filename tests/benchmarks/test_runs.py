@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from benchmarks.allocation import rows, runs
 from benchmarks.allocation.__main__ import parse_share
 from benchmarks.allocation.bench import Bench
 from benchmarks.allocation.render import write_results
-from benchmarks.allocation.tables import METHODS, Setting
 from benchmarks.allocation.text import Source, Windows
 from moe_coverage_plugin.report.pareto import read_results
 
@@ -83,14 +81,6 @@ def test_a_refused_plan_is_a_row_in_the_words_of_the_refusal(
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_what_the_toolkit_refuses_is_a_row_too(bench: Bench, calibration: Windows, plan: runs.Plan):
-    setting = Setting("main", "REAP", "REAP", 0.1, METHODS["REAP"](0.1))  # less than one expert of 8
-    about = runs.plan_jobs(plan, {"calibration": calibration.ids_WS}, common(plan))[0].about
-    row = runs.measured_row(bench, runs.Job(setting, 0, calibration, about))
-    assert row.loss is None
-    assert "0 experts to drop" in str(row.refusal)
-
-
 def common(plan: runs.Plan) -> dict[str, Any]:
     """What all rows of a run say."""
     same = dict.fromkeys(("evaluation", "evaluation_sha256", "command", "device"), "")
@@ -106,12 +96,6 @@ def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
     assert len({rows.key(job.about) for job in jobs}) == len(jobs)
     assert len(calibrated) == 2 * len({(job.setting.name, job.setting.sparsity) for job in calibrated})
     assert unpruned.seed == 0
-
-
-@pytest.mark.parametrize("argument", ["0/2", "3/2", "1", "a/b", "1/0"])
-def test_shares_that_are_none(argument: str):
-    with pytest.raises(argparse.ArgumentTypeError, match="is no share"):
-        parse_share(argument)
 
 
 def test_shares_are_all_rows_once(plan: runs.Plan):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.markers import TITLE
-from benchmarks.serving.render import INTRODUCTION, section, write_results
+from benchmarks.serving.render import section
 
 
 def figures(
@@ -52,26 +49,3 @@ def test_figures_stand_beside_their_ratios():
     assert "| decode tokens/s, batch 64 | 1.200 |" in lines
     assert "- Seed: 3." in lines
     assert "a card" in text
-
-
-def test_a_failed_variant_says_why_and_has_no_figures(tmp_path: Path):
-    file, page = tmp_path / "run.json", tmp_path / "RESULTS.md"
-    file.write_text(json.dumps(RECORD | {"variants": {"stock4": {"error": "no backend"}, "ours4": figures(12, 9000)}}))
-    page.write_text(f"{TITLE}\n\n{INTRODUCTION}")
-    write_results([file], page)
-    assert "- stock4 failed: no backend" in page.read_text()
-    assert "/ stock4" not in page.read_text()
-
-
-def test_ranks_show_how_unequal_they_are(tmp_path: Path):
-    request = RECORD["request"] | {"tensor_parallel_size": 2}
-    two = RECORD | {"request": request, "variants": {"ours4": figures(6, 9000, experts=[51, 49])}}
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
-    for file, record in zip(files, (RECORD, two), strict=True):
-        file.write_text(json.dumps(record))
-    page = tmp_path / "RESULTS.md"
-    page.write_text(f"{TITLE}\n\n{INTRODUCTION}")
-    write_results(files, page)
-    alone, shared = page.read_text().split("2 of them by tensor parallelism")
-    assert "fullest rank" not in alone
-    assert [line.split("|")[2].strip() for line in shared.splitlines() if "fullest rank" in line] == ["1.0200"]

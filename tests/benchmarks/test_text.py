@@ -37,24 +37,6 @@ def test_a_seed_draws_the_same_and_another_does_not():
     assert draw(POOLS, "a", 5, 1).sha256 != draw(POOLS, "a", 5, 2).sha256
 
 
-def test_too_short_a_corpus_is_refused():
-    with pytest.raises(CoverageError, match="'b' holds 10 windows of 512 tokens and 11 are to be drawn"):
-        draw(POOLS, "b", 11, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("argument", "source"),
-    [
-        ("wiki=texts/w.txt@100", Source("wiki", Path("texts/w.txt"), 100)),
-        ("wiki=texts/w.txt", Source("wiki", Path("texts/w.txt"))),
-        ("texts/w.txt", Source("w", Path("texts/w.txt"))),
-        ("a@b/w.txt", Source("w", Path("a@b/w.txt"))),
-    ],
-)
-def test_arguments(argument: str, source: Source):
-    assert Source.parse(argument) == source
-
-
 def test_first_windows_are_measured_and_none_of_them_is_calibrated_on(model_path: Path, tokenizer):
     file = model_path / "calibration.txt"
     words = file.read_text().split()
