@@ -1,4 +1,4 @@
-"""Real runs of the toolkit that prune tiny models, and what the tests compare."""
+"""Runs of the toolkit that prune tiny models, and what tests compare of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import CONFIGS, CORRECTION_BIAS, VOCAB, add_tokenizer, save_mode
 
 WIDTH = {"moe_intermediate_size": 128, "intermediate_size": 128}
 BLOCK = 32
-# of families whose group-limited routers need two live experts in each group
+# for families whose group-limited routers need two kept experts in each group
 SPARSITY = {"deepseek_v3": 0.2}
 W4: dict[str, Any] = {
     "config_groups": {
@@ -35,7 +35,7 @@ FP8: dict[str, Any] = {"targets": ["Linear"], "scheme": "FP8_DYNAMIC", "ignore":
 
 
 def source(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """A model of two layers with routers that favour some experts, so that others are dropped whole."""
+    """A model of two layers with routers that prefer some experts, so that others are removed."""
     keys = CONFIGS[family]().to_dict().keys()
     shape = {key: value for key, value in WIDTH.items() if key in keys}
     save_model(directory, family, dtype, **{"num_hidden_layers": 2} | shape | config)
@@ -43,7 +43,7 @@ def source(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torc
 
 
 def linear_model(family: str, **config: Any) -> PreTrainedModel:
-    """A random model with its experts in linear form, that was never on disk."""
+    """A random model with linear experts that was never on disk."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**{"num_hidden_layers": 2} | config), dtype=torch.float32)
     with torch.no_grad():
@@ -68,9 +68,10 @@ def prune(
     min_width: int = 64,
     **options: Any,
 ) -> PreTrainedModel:
-    """``oneshot`` with our four modifiers, blocks of 32, and W4A16 in groups of 32, or as told, where asked.
+    """Run ``oneshot`` with our four modifiers in blocks of 32, without pictures, which take most of the time.
 
-    Without pictures, which take nine tenths of so small a run and are tested where they are made.
+    Args:
+        quantize: ``True`` quantizes to W4A16 in groups of 32; a dictionary has the options of another quantizer.
     """
     recipe: list[Any] = [
         AttributionModifier(layer_noise=None),
@@ -104,18 +105,18 @@ def config_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Everything that the files of a checkpoint hold."""
+    """All tensors in the files of a checkpoint."""
     found: dict[str, Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - an open file is no mapping
+            for name in shard.keys():  # noqa: SIM118 - an open file is not a mapping
                 assert name not in found, f"{name} is stored twice"
                 found[name] = shard.get_tensor(name)
     return found
 
 
 def aligned(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its weights copied out of the mapped file, whose alignment decides the last bit of a product."""
+    """The model with its weights copied out of the mapped file, whose memory alignment affects the last bit."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -1,4 +1,4 @@
-"""4-bit checkpoints of every family that has them: nothing that routes is in 4 bits, and all experts are alike."""
+"""4-bit checkpoints of every family that has them: routers are not in 4 bits, and experts have one scheme."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
 from tests.checkpoint.runs import BLOCK, SPARSITY, W4, config_json, logits, prune, source, tensors
 from tests.tiny import token_batches
 
-# those whose checkpoints hold every expert by itself
+# families whose checkpoints store experts one by one
 FAMILIES = (
     "qwen3_moe",
     "qwen2_moe",
@@ -58,39 +58,39 @@ def written(request, tmp_path_factory):
     return output, logits(model)
 
 
-def test_load_answers_like_the_model_in_memory(written):
-    """Case 13, case 15: scales that are grouped wrongly, or a gate in 4 bits, show in the logits and nowhere else."""
+def test_load_equals_the_model_in_memory(written):
+    """Case 13, case 15: scales in wrong groups, or a router in 4 bits, are visible in the logits only."""
     output, expected = written
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(logits(load(output)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dtype_changes_as_if_there_were_an_accelerator(written, monkeypatch):
-    """Where one is, the toolkit's caches hand out copies, and a model that they hold stays in its dtype silently."""
+    """With an accelerator, the toolkit's caches return copies, so that a change of dtype would be lost silently."""
     output, expected = written
     monkeypatch.setattr(CPUCache, "onload", lambda _, tensor: None if tensor is None else tensor.clone())
     model = load(output, torch.bfloat16)
     held = {parameter.dtype for parameter in model.parameters()}
     assert torch.bfloat16 in held
-    assert held <= {torch.bfloat16, torch.float32}  # what a family keeps in float32
+    assert held <= {torch.bfloat16, torch.float32}  # some families keep tensors in float32
     assert {p.dtype for p in model.to(torch.float64).parameters()} == {torch.float64}
     assert logits(model.to(torch.float32)).dtype == torch.float32
     assert not torch.equal(logits(model), expected)
 
 
 def test_nothing_that_routes_is_in_four_bits(written):
-    """Case 9, case 15: routers and gates of shared experts stay whole, and the config says so of everything that does.
+    """Case 9, case 15: routers and gates of shared experts are not quantized, and the config lists them.
 
-    Engines build a layer as the config has it, so a matrix that is stored whole must be in its ignore list.
+    Engines build a layer as the config describes it, so every matrix that is not packed must be in its ignore list.
     """
     output, _ = written
     found = tensors(output)
     packed = {name.rpartition(".")[0] for name in found if name.endswith(".weight_packed")}
-    whole = {name.removesuffix(".weight") for name, t in found.items() if name.endswith(".weight") and t.ndim == 2}
-    routing = {name for name in whole | packed if re.search(r"(gate|router)$", name)}
+    plain = {name.removesuffix(".weight") for name, t in found.items() if name.endswith(".weight") and t.ndim == 2}
+    routing = {name for name in plain | packed if re.search(r"(gate|router)$", name)}
     assert len(routing) >= len(Manifest.from_checkpoint(output).widths)
     assert not routing & packed
-    assert set(config_json(output)["quantization_config"]["ignore"]) >= whole - {"model.embed_tokens"}
+    assert set(config_json(output)["quantization_config"]["ignore"]) >= plain - {"model.embed_tokens"}
 
 
 def test_experts_of_a_layer_are_stored_alike(written):
@@ -111,10 +111,10 @@ def test_experts_of_a_layer_are_stored_alike(written):
 
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "ernie4_5_moe"])
-def test_what_a_family_keeps_in_float32_stays_so(tmp_path, family, quantize):
-    """Case 14: correction biases, and routers that compute in float32, are not rounded to bfloat16 on any way.
+def test_tensors_that_a_family_keeps_in_float32(tmp_path, family, quantize):
+    """Case 14: correction biases, and routers that compute in float32, are never rounded to bfloat16.
 
-    Nor are the frequencies of rotary embeddings, which lie in no file.
+    Nor are the frequencies of rotary embeddings, which are in no file.
     """
     output, model = made(tmp_path, family, torch.bfloat16, quantize=quantize)
     kept = {name for name, t in model.state_dict().items() if t.dtype == torch.float32 and "scale" not in name}
@@ -131,7 +131,7 @@ def test_what_a_family_keeps_in_float32_stays_so(tmp_path, family, quantize):
 
 
 def test_biases_of_routers_keep_their_dtype(tmp_path):
-    """Case 14: a bias of the router itself comes back as it was."""
+    """Case 14: the bias of a router itself is loaded unchanged."""
     output, model = made(tmp_path, "gpt_oss", torch.bfloat16)
     loaded = load(output)
     for before, after in zip(find_moe_layers(model), find_moe_layers(loaded), strict=True):
@@ -140,12 +140,12 @@ def test_biases_of_routers_keep_their_dtype(tmp_path):
 
 
 def test_padding_is_zero_in_each_half(tmp_path):
-    """Case 7: gate and up are padded each by itself, and what is appended stands for exact zeros at finite scales."""
+    """Case 7: gate and up are padded separately, and the padding decompresses to exact zeros at finite scales."""
     output, _ = made(tmp_path, "qwen3_moe", layout="padded", quantize=True)
     report = json.loads((output / REPORT_NAME).read_text())["layers"]
     padded = 0
-    for block in find_moe_layers(load(output)):
-        for width, mlp in zip(report[block.name]["widths"], block.mlps, strict=True):
+    for layer in find_moe_layers(load(output)):
+        for width, mlp in zip(report[layer.name]["widths"], layer.mlps, strict=True):
             linears = {name: linear.weight for name, linear in projections(mlp).items()}
             assert not linears["gate_proj"][width:].any()
             assert not linears["up_proj"][width:].any()
@@ -176,7 +176,7 @@ def grouped(group_size: int, **weights: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_blocks_of_every_size(tmp_path, block_size):
-    """Case 8: widths in blocks of 64, with groups as large, work as those of 128 do."""
+    """Case 8: widths in blocks of 64, with groups of 64, work as those of 128 do."""
     model = source(tmp_path / "in", moe_intermediate_size=384)
     quantizer = QuantizationModifier(**grouped(block_size))
     options = {"dataset": token_batches(samples=4, length=16), "shuffle_calibration_samples": False}
@@ -190,10 +190,10 @@ def test_blocks_of_every_size(tmp_path, block_size):
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(pruned), rtol=1e-4, atol=1e-4)
 
 
-def test_activation_order_leaves_columns_where_they_are(tmp_path):
-    """Case 3: GPTQ in static activation order, groups of 32: no index of groups is stored, so any cut keeps scales.
+def test_static_activation_order_does_not_move_columns(tmp_path):
+    """Case 3: GPTQ in static activation order, groups of 32, stores no g_idx, so ranks can be cut anywhere.
 
-    Each group of columns has its own scale, in the order of the columns, which is what ranks cut by.
+    Each group of columns has its own scale, in the order of the columns, and ranks are cut between groups.
     """
     model = source(tmp_path / "in")
     modifiers = recipe(BLOCK, GPTQModifier(**grouped(BLOCK, actorder="static")))
@@ -208,7 +208,7 @@ def test_activation_order_leaves_columns_where_they_are(tmp_path):
 
 @pytest.mark.parametrize("quantizer", [QuantizationModifier, GPTQModifier])
 def test_experts_that_no_token_reached_are_quantized_too(tmp_path, log, quantizer):
-    """Case 10, case 17: without a token an expert is quantized like its neighbours, at finite scales, and named."""
+    """Case 10, case 17: experts without tokens are quantized like others, at finite scales, and are logged."""
     model = source(tmp_path / "in")
     modifiers = recipe(BLOCK, quantizer(**W4), sparsity=0.0)
     few = DATA | {"dataset": token_batches(samples=1, length=2)}

@@ -19,7 +19,7 @@ import yaml
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.checkpoint.entry import write_entry
 from moe_coverage_plugin.checkpoint.staging import check_output
-from moe_coverage_plugin.manifest import REPORT_NAME
+from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
 
 MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bias")
@@ -109,6 +109,8 @@ def test_report_and_recipe_are_written(written):
     ours = {"AttributionModifier", "CoverageModifier", "AlignmentModifier", "ChannelPruningModifier"}
     assert named == ours | ({"QuantizationModifier"} if quantized else set())
     assert not list(output.parent.glob(".*")), "no partial directory stays"
+    assert (output / SCORES_NAME).is_file()
+    assert [file.name for file in output.glob("*.safetensors")] == ["model.safetensors"], "engines load all of them"
     assert (output / "tokenizer.json").is_file()
     assert (output / "generation_config.json").is_file() or (output / "config.json").is_file()
 

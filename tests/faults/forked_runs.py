@@ -1,7 +1,7 @@
-"""Runs ``oneshot`` in processes of their own, and kills them: the toolkit is imported once, each run is a fork.
+"""A program that runs ``oneshot`` in forks of its process, so that the toolkit is imported once, and kills them.
 
-A program: reads orders and answers them on the file that its argument numbers, a line of JSON each. Runs tell when
-they enter a phase and wait for a word to go on, so that a moment can be counted from the phase's beginning.
+Reads orders from the standard input and writes results to the file descriptor in its argument, a line of JSON each.
+Runs report when they enter a phase and wait for a byte to go on, so that times are counted from the phase's beginning.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moe_coverage_plugin.checkpoint import saving
 from tests.checkpoint.runs import W4
 from tests.tiny import token_batches
 
-SCORES = "kept.bin"
+SCORES = "kept.safetensors"
 OUTPUT = "out"
 
 
 def phases(report: Callable[[str], None]) -> None:
-    """Let a run report ``scoring``, ``planning``, ``quantizing`` and ``saving``; it does the same as without."""
+    """Make a run report when it begins ``scoring``, ``planning``, ``quantizing`` and ``saving``."""
     for owner, method, phase in (
         (AttributionModifier, "on_calibration_start", "scoring"),
         (CoverageModifier, "on_calibration_end", "planning"),
@@ -52,7 +52,7 @@ def _reporting(call: Callable[..., Any], phase: str, report: Callable[[str], Non
 
 
 def run(source: str, directory: Path, sharded: bool) -> None:
-    """Score, prune to 4 bits and save, with the scores kept; in one file as ``oneshot`` saves, or in many."""
+    """Score, prune, quantize to 4 bits and save, in one file as ``oneshot`` does or in many; keep the scores."""
     recipe = [
         AttributionModifier(channel_metric="fisher", layer_noise=None, save_scores=str(directory / SCORES)),
         CoverageModifier(sparsity=0.4, scope="global", intra_layer="topk_channel"),
@@ -73,21 +73,21 @@ def run(source: str, directory: Path, sharded: bool) -> None:
 
 
 def fork(source: str, directory: Path, sharded: bool) -> tuple[int, int, int]:
-    """Start a run; its process, where its phases can be read, and where it waits for a word after each."""
-    told, tell = os.pipe()
+    """Start a run; return its process, the pipe of its phases, and the pipe that it waits on after each phase."""
+    reports, report_end = os.pipe()
     wait, go = os.pipe()
     child = os.fork()
     if child:
-        os.close(tell)
+        os.close(report_end)
         os.close(wait)
-        return child, told, go
+        return child, reports, go
     status = 1
     try:
-        os.close(told)
+        os.close(reports)
         os.close(go)
 
         def report(phase: str) -> None:
-            os.write(tell, f"{phase}\n".encode())
+            os.write(report_end, f"{phase}\n".encode())
             os.read(wait, 1)
 
         phases(report)
@@ -100,16 +100,16 @@ def fork(source: str, directory: Path, sharded: bool) -> tuple[int, int, int]:
 
 
 def observed(order: dict[str, Any]) -> dict[str, Any]:
-    """One run, killed where the order says ``kill``: a phase, and how many seconds after its beginning.
+    """Make a run, killed in the phase in the order's ``kill``, the given seconds after it began.
 
-    No seconds: at the very beginning. One that is done earlier is killed before its process ends. The answer says how
-    it ended and how long each phase took.
+    Without seconds, the run is killed when the phase begins. A run that is done earlier is killed before its process
+    ends. The result says how it ended and how long each phase took.
     """
-    child, told, go = fork(order["source"], Path(order["directory"]), order["sharded"])
+    child, pipe, go = fork(order["source"], Path(order["directory"]), order["sharded"])
     phase, after = order.get("kill") or (None, None)
     seen: list[tuple[str, float]] = []
     deadline = None
-    with os.fdopen(told, "rb", buffering=0) as reports:
+    with os.fdopen(pipe, "rb", buffering=0) as reports:
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             ready, _, _ = select.select([reports], [], [], left)
@@ -121,7 +121,7 @@ def observed(order: dict[str, Any]) -> dict[str, Any]:
             if seen[-1][0] == phase and after is not None:
                 deadline = time.monotonic() + after
             elif phase is not None and seen[-1][0] in (phase, "done"):
-                break  # it waits for a word that does not come
+                break  # the run waits for a byte that is not sent
             os.write(go, b".")
         if phase is not None:
             os.kill(child, signal.SIGKILL)
@@ -140,7 +140,7 @@ def observed(order: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0  # its thread would not survive a fork
-    # not to the standard output, where the toolkit logs
-    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    # the toolkit logs to the standard output
+    results = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for order in sys.stdin:
-        print(json.dumps(observed(json.loads(order))), file=answers)
+        print(json.dumps(observed(json.loads(order))), file=results)

@@ -1,4 +1,4 @@
-"""SIGKILL at 20 random moments of a run: nothing half-written is ever accepted, and a rerun succeeds."""
+"""SIGKILL at 20 random moments of a run: no partial checkpoint is opened, and a second run succeeds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.checkpoint.runs import aligned, logits, source
 
 SEED, MOMENTS = 20, 20
 STRATA = ("scoring", "planning", "saving")
-OUTPUT, SCORES = "out", "kept.bin"
+OUTPUT, SCORES = "out", "kept.safetensors"
 Order = Callable[..., dict[str, Any]]
 
 
 class Reference(NamedTuple):
-    """What a run leaves that nobody killed, and how many seconds each of its phases took."""
+    """Results of a run that was not killed, and the seconds of each of its phases."""
 
     logits: Tensor
     channels_LEI: Tensor
@@ -43,7 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def order(workspace: Path) -> Iterator[Order]:
-    """Has a run made in a process of its own, and killed where asked."""
+    """Function that makes a run in a process of its own and kills it if requested."""
     model = source(workspace / "model")
     root = str(Path(__file__).parents[2])
     read, write = os.pipe()
@@ -58,46 +58,50 @@ def order(workspace: Path) -> Iterator[Order]:
             text=True,
         )
     os.close(write)
-    answers = os.fdopen(read)
+    results = os.fdopen(read)
 
     def send(directory: Path, sharded: bool, kill: tuple[str, float | None] | None = None) -> dict[str, Any]:
         assert program.stdin is not None
         fields = {"source": str(model), "directory": str(directory), "sharded": sharded, "kill": kill}
         program.stdin.write(json.dumps(fields) + "\n")
         program.stdin.flush()
-        answer = answers.readline()
-        assert answer, (workspace / "errors.txt").read_text()[-4000:]
-        return json.loads(answer)
+        result = results.readline()
+        assert result, (workspace / "errors.txt").read_text()[-4000:]
+        return json.loads(result)
 
     yield send
     assert program.stdin is not None
     program.stdin.close()
     assert program.wait() == 0
-    answers.close()
+    results.close()
 
 
 @pytest.fixture(scope="module")
 def references(order: Order, workspace: Path) -> dict[bool, Reference]:
-    """A run in one file, and one in several."""
-    torch.set_num_threads(1)  # before the fixture that does so for every test
+    """A run that saves one weight file, and one that saves several."""
+    torch.set_num_threads(1)  # the fixture that sets it for every test runs later
     found = {}
     for sharded in (False, True):
-        directory = workspace / f"whole_{sharded}"
+        directory = workspace / f"complete_{sharded}"
         directory.mkdir()
-        answer = order(directory, sharded)
-        assert answer["succeeded"], (workspace / "errors.txt").read_text()[-4000:]
+        result = order(directory, sharded)
+        assert result["succeeded"], (workspace / "errors.txt").read_text()[-4000:]
         output = directory / OUTPUT
         assert (len(list(output.glob("model-*.safetensors"))) > 3) == sharded
-        names = {file.name for file in output.iterdir()}
+        names = files_in(output)
         channels_LEI = load_scores(directory / SCORES)[0].channels_LEI
-        found[sharded] = Reference(logits(aligned(load(output))), channels_LEI, names, answer["seconds"])
+        found[sharded] = Reference(logits(aligned(load(output))), channels_LEI, names, result["seconds"])
     assert torch.equal(found[True].logits, found[False].logits)
     return found
 
 
+def files_in(directory: Path) -> set[str]:
+    return {str(file.relative_to(directory)) for file in directory.rglob("*")}
+
+
 def moments(seconds: dict[str, float]) -> list[tuple[str, float | None]]:
-    """A quarter anywhere in the run, and the others in each stratum, one of them at its very beginning."""
-    # who is done exits before it can be killed, on a busy machine after a while that a moment could fall into
+    """Draw moments: a quarter in the entire run, and a quarter in each stratum, one of them at its beginning."""
+    # a run that is done can end before it is killed
     seconds = {phase: duration for phase, duration in seconds.items() if phase != "done"}
     generator = random.Random(SEED)
     drawn: list[tuple[str, float | None]] = []
@@ -116,7 +120,7 @@ def moments(seconds: dict[str, float]) -> list[tuple[str, float | None]]:
 def killed(
     order: Order, references: dict[bool, Reference], workspace: Path
 ) -> list[tuple[Path, bool, dict[str, Any]]]:
-    """Directories of the runs that were killed, whether they save several files, and how they ended."""
+    """For each killed run: its directory, whether it saves several weight files, and how it ended."""
     ends = []
     for number in range(MOMENTS):
         directory, sharded = workspace / str(number), bool(number % 2)
@@ -130,11 +134,11 @@ def test_every_run_was_killed_and_every_phase_was_hit(killed: list[tuple[Path, b
     hit = {end["phase"] for _, _, end in killed}
     assert set(STRATA) <= hit
     left = {path.name.split(".")[-1] for directory, *_ in killed for path in directory.iterdir()}
-    assert "partial" in left, "no run died while it wrote"
+    assert "partial" in left, "no run was killed while it wrote"
 
 
 @pytest.mark.parametrize("number", range(MOMENTS))
-def test_what_is_left_is_whole_or_refused_and_a_rerun_succeeds(
+def test_directories_are_complete_or_not_opened_and_a_second_run_succeeds(
     order: Order,
     references: dict[bool, Reference],
     killed: list[tuple[Path, bool, dict[str, Any]]],
@@ -145,18 +149,18 @@ def test_what_is_left_is_whole_or_refused_and_a_rerun_succeeds(
     output, scores = directory / OUTPUT, directory / SCORES
     for path in directory.iterdir():
         assert path in (output, scores) or path.name.startswith((f".{OUTPUT}.", f".{SCORES}."))
-        is_whole = _is_whole_checkpoint if path.is_dir() else _is_whole_score_file
-        whole = is_whole(path, references[sharded])
-        assert whole or path not in (output, scores), f"{path.name} is under its name and not whole"
+        is_complete = _is_complete_checkpoint if path.is_dir() else _is_complete_score_file
+        complete = is_complete(path, references[sharded])
+        assert complete or path not in (output, scores), f"{path.name} has its final name and is not complete"
     if not output.exists():
         assert order(directory, sharded)["succeeded"], (workspace / "errors.txt").read_text()[-4000:]
-        assert {path.name for path in directory.iterdir()} == {OUTPUT, SCORES}, "what the dead run left is gone"
-    assert _is_whole_checkpoint(output, references[sharded])
-    assert _is_whole_score_file(scores, references[sharded])
+        assert {path.name for path in directory.iterdir()} == {OUTPUT, SCORES}, "what the killed run left is removed"
+    assert _is_complete_checkpoint(output, references[sharded])
+    assert _is_complete_score_file(scores, references[sharded])
 
 
-def _is_whole_checkpoint(path: Path, reference: Reference) -> bool:
-    """Whether a directory opens, and then it answers like the reference; else all who might open it refuse it."""
+def _is_complete_checkpoint(path: Path, reference: Reference) -> bool:
+    """Return whether load() opens a directory, which must then equal the reference; otherwise no reader opens it."""
     try:
         model = load(path)
     except CoverageError:
@@ -166,12 +170,12 @@ def _is_whole_checkpoint(path: Path, reference: Reference) -> bool:
             Manifest.from_checkpoint(path)
         return False
     assert torch.equal(logits(aligned(model)), reference.logits)
-    assert {file.name for file in path.iterdir()} == reference.names
-    return _is_whole_score_file(path / SCORES_NAME, reference)
+    assert files_in(path) == reference.names
+    return _is_complete_score_file(path / SCORES_NAME, reference)
 
 
-def _is_whole_score_file(path: Path, reference: Reference) -> bool:
-    """Whether a score file is read, and then it holds what the reference measured."""
+def _is_complete_score_file(path: Path, reference: Reference) -> bool:
+    """Return whether a score file is read; it must then equal the reference."""
     try:
         scores, _ = load_scores(path)
     except CoverageError:
