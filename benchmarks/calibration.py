@@ -63,8 +63,8 @@ class NoOpModifier(Modifier):
 OWN_PASS = "toolkit's own pass"
 MODIFIERS: dict[str, Callable[[], Modifier]] = {
     OWN_PASS: NoOpModifier,
-    "closed form": lambda: AttributionModifier(channel_metric="activation", layer_noise=None),
-    "gradients": lambda: AttributionModifier(channel_metric="fisher", layer_noise=None),
+    "closed form": lambda: AttributionModifier(channel_metric="activation"),
+    "gradients": lambda: AttributionModifier(channel_metric="fisher"),
 }
 
 

@@ -41,7 +41,7 @@ ids = torch.tensor(tokenizer(args.data.read_text(encoding="utf-8"))["input_ids"]
 model = oneshot(
     model=args.model,
     dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
-    recipe=[AttributionModifier(channel_metric="activation", layer_noise=None, save_scores=measured)],
+    recipe=[AttributionModifier(channel_metric="activation", save_scores=measured)],
     batch_size=16,
     moe_calibrate_all_experts=False,
 )
@@ -59,8 +59,8 @@ save_scores(own, mine, provenance | {"rule": "product of norms times routing wei
 
 recipe = [
     AttributionModifier(scores=own),
-    CoverageModifier(sparsity=0.25, scope="global", intra_layer="topk_channel"),
-    AlignmentModifier(block_size=64, strategy="blocks"),
+    CoverageModifier(sparsity=0.25),
+    AlignmentModifier(block_size=64),
     ChannelPruningModifier(reconstruct=False),  # reconstruction needs a dataset
 ]
 oneshot(model=model, recipe=recipe, output_dir=str(args.output))

@@ -23,7 +23,7 @@ from benchmarks.allocation.tables import TOP_K, Setting
 from benchmarks.allocation.text import Windows
 from moe_coverage_plugin.calibration.next_token import next_token_loss
 from moe_coverage_plugin.files.scores import load_scores
-from moe_coverage_plugin.modeling.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from moe_coverage_plugin.options import NLL_IMPORTANCES
 
 BATCH = 8
@@ -141,7 +141,7 @@ class Bench:
             rows = calibration.ids_WS.tolist()
             data = {"dataset": Dataset.from_dict({"input_ids": rows}), "num_calibration_samples": len(rows)}
         # without our modifiers the toolkit would calibrate REAP and Wanda with attention that looks ahead
-        keep_causal_mask(model)
+        mark_causal_attention(model)
         oneshot(
             model=model,
             tokenizer=self.tokenizer,
@@ -152,7 +152,7 @@ class Bench:
             sequential_offload_device=str(self.device),
             **data,
         )
-        forget_causal_mask(model)
+        unmark_causal_attention(model)
 
 
 @torch.inference_mode()

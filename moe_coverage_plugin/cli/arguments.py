@@ -9,19 +9,6 @@ from typing import Any
 from moe_coverage_plugin.cli.evaluation import EVAL, EVAL_EXAMPLES, add_eval
 from moe_coverage_plugin.cli.finetune import FINETUNE, FINETUNE_EXAMPLES, add_finetune
 
-CHOICES = {
-    "scope": ("layers", "global"),
-    "inter_layer": ("uniform", "u_shaped", "loss", "coverage"),
-    "intra_layer": ("uniform", "loss", "router_weight", "usage", "topk_channel", "coverage"),
-    "layer_prior": ("loss", "uniform"),
-    "expert_prior": ("attribution", "loss", "usage", "router_weight", "uniform"),
-    "expert_importance": ("first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"),
-    "smoothing": ("none", "sqrt", "log", "huber", "clip"),
-    "strategy": ("hamilton", "blocks"),
-    "rule": ("l-r-c", "l-r-s"),
-}
-"""Spelled out, since the types that they are of lie beside code that imports torch, which takes seconds."""
-
 DESCRIPTION = """\
 Makes mixture-of-experts models smaller: prunes channels inside experts, a different number in each, and lets
 llm-compressor quantize what is left. vLLM serves the result where this package is installed beside it.
@@ -59,19 +46,18 @@ examples:
 """
 
 PLAN = """\
-Show what a plan would do, without touching a model.
+Show what a plan would keep, without touching a model.
 
-A run with save_scores in AttributionModifier leaves a score file, and so does every checkpoint, as
-moe_coverage_scores.bin. From it any number of plans can be tried in seconds: how many channels every layer keeps, what
-share of the channel scores they hold (coverage), which experts are removed. Defaults are those of the recommended
-recipes; give the same values to CoverageModifier and AlignmentModifier, with the file as scores of
-AttributionModifier, to make the plan that is shown.
+Every checkpoint contains a score file, moe_coverage/scores.safetensors, and save_scores of AttributionModifier writes
+one. From it, many plans can be tried in seconds: channels that every layer keeps, the share of the channel scores in
+them (coverage), and removed experts. The defaults are those of the modifiers. To make a plan that was shown, give the
+same values to CoverageModifier and AlignmentModifier, and the file to AttributionModifier as scores.
 """
 PLAN_EXAMPLES = """\
 examples:
-  moe-coverage plan scores.bin --sparsity 0.25
-  moe-coverage plan scores.bin --sparsity 0.5 --block-size 64 --pictures plan/
-  moe-coverage plan scores.bin --sparsity 0.25 --scope layers --inter-layer uniform --intra-layer coverage \\
+  moe-coverage plan scores.safetensors --sparsity 0.25
+  moe-coverage plan scores.safetensors --sparsity 0.5 --block-size 64 --pictures plan/
+  moe-coverage plan scores.safetensors --sparsity 0.25 --scope layers --inter-layer uniform --intra-layer coverage \\
       --strategy hamilton
 """
 
@@ -98,6 +84,19 @@ example:
 Run = Callable[[Any], None]
 
 
+class Command(ArgumentParser):
+    """A subcommand that adds its options when it is used, so that other subcommands need not import their source."""
+
+    add_options: Callable[[ArgumentParser], None] | None = None
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Add the options, then parse."""
+        if self.add_options is not None:
+            add_options, self.add_options = self.add_options, None
+            add_options(self)
+        return super().parse_known_args(*args, **kwargs)
+
+
 def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     """The parser of ``moe-coverage``.
 
@@ -107,7 +106,7 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     parser = ArgumentParser(
         "moe-coverage", description=DESCRIPTION, epilog=WHICH_WHEN, formatter_class=RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True, parser_class=Command)
     for name, summary, description, examples, add_options in (
         ("oneshot", "prune and quantize a model by a recipe", ONESHOT, ONESHOT_EXAMPLES, _add_oneshot),
         ("finetune", "win back loss by training adapters", FINETUNE, FINETUNE_EXAMPLES, add_finetune),
@@ -129,7 +128,7 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
             epilog=examples,
             formatter_class=RawDescriptionHelpFormatter,
         )
-        add_options(command)
+        command.add_options = add_options
         command.set_defaults(run=run[name])
     return parser
 
@@ -185,41 +184,15 @@ def _add_oneshot(command: ArgumentParser) -> None:
 
 
 def _add_plan(command: ArgumentParser) -> None:
+    # here, because pydantic takes half a second to import
+    from moe_coverage_plugin.cli.option_flags import add_flags
+    from moe_coverage_plugin.options import AlignmentOptions, AttributionOptions, CoverageOptions
+
     command.add_argument("scores", metavar="SCORES", help="score file")
-    command.add_argument(
-        "--sparsity",
-        type=float,
-        required=True,
-        metavar="P",
-        help="fraction of the expert channels to remove, in [0, 1)",
-    )
-    coverage = command.add_argument_group("budgets, as in CoverageModifier")
-    for option, default, text in (
-        ("scope", "global", "share the budget once among all experts (global), or among layers first (layers)"),
-        ("inter_layer", None, "how layers share it, only with --scope layers (default: coverage)"),
-        ("intra_layer", "topk_channel", "how the experts of a layer, or all, share it"),
-        ("layer_prior", None, "weight of layers in coverage, only with --scope layers (default: loss)"),
-        ("expert_prior", "attribution", "weight of experts in coverage"),
-        ("expert_importance", "first_order", "which measure attribution stands for, as in AttributionModifier"),
-        ("smoothing", "sqrt", "how weights are brought closer together"),
-    ):
-        _add_choice(coverage, option, default, text)
-    alignment = command.add_argument_group("whole blocks, as in AlignmentModifier")
-    _add_choice(alignment, "strategy", "blocks", "take the best blocks (blocks), or round widths (hamilton)")
-    alignment.add_argument(
-        "--block-size",
-        type=int,
-        default=128,
-        metavar="A",
-        help="every width is a multiple of it (default: %(default)s)",
-    )
-    alignment.add_argument(
-        "--min-width",
-        type=int,
-        metavar="M",
-        help="narrower experts are removed, only with --strategy hamilton (default: 128)",
-    )
-    _add_choice(alignment, "rule", None, "remainders by channels or by score, only with hamilton (default: l-r-c)")
+    budgets = command.add_argument_group("budgets, as in CoverageModifier")
+    add_flags(budgets, CoverageOptions)
+    add_flags(budgets, AttributionOptions, "expert_importance")
+    add_flags(command.add_argument_group("blocks, as in AlignmentModifier"), AlignmentOptions)
     _add_files(command)
 
 
@@ -231,15 +204,6 @@ def _add_inspect(command: ArgumentParser) -> None:
 def _add_pareto(command: ArgumentParser) -> None:
     command.add_argument("results", metavar="RESULTS.jsonl", help="one JSON object per measured model")
     command.add_argument("--output", required=True, metavar="FILE", help="picture (.png) or page (.html) to write")
-
-
-def _add_choice(group: Any, option: str, default: str | None, text: str) -> None:
-    group.add_argument(
-        f"--{option.replace('_', '-')}",
-        choices=CHOICES[option],
-        default=default,
-        help=text if default is None else f"{text} (default: %(default)s)",
-    )
 
 
 def _add_files(command: ArgumentParser) -> None:

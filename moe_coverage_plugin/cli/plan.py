@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,45 +11,53 @@ from torch import Tensor
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.core.alignment import Alignment, align_blocks, align_widths
 from moe_coverage_plugin.core.kept_experts import check_kept_experts
-from moe_coverage_plugin.core.planning import CoveragePlan, CoverageStrategy, plan_widths
+from moe_coverage_plugin.core.planning import CoveragePlan, plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options import AlignmentOptions, AttributionOptions, CoverageOptions, ExpertImportance
 from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
 
-DEFAULT_MIN_WIDTH = 128
-DEFAULT_RULE = "l-r-c"
 WITHOUT_PRIOR = ("uniform", "topk_channel")
 HEADERS = (
-    *("layer", "channels", "planned", "kept", "coverage", "live", "removed", "narrowest", "widest"),
+    *("layer", "channels", "planned", "kept", "coverage", "experts", "removed", "narrowest", "widest"),
     *("fewest tokens", "most tokens", "without tokens"),
 )
 
 
+class PlanOptions(CoverageOptions, AlignmentOptions):
+    """Options of two modifiers, and the importance of experts that the scores are read for."""
+
+    as_flags: ClassVar[bool] = True
+
+    expert_importance: ExpertImportance = AttributionOptions.model_fields["expert_importance"].default
+
+
 def run(arguments: Namespace) -> None:
-    """Print a plan, and write it where asked.
+    """Print a plan, and write it to files if they are given.
 
     Raises:
-        CoverageError: no score file, options that do not fit it or each other, or a plan that no router could follow.
+        CoverageError: no score file, options that do not fit it or each other, or a plan that leaves a router too few
+            experts.
     """
-    strategy = _strategy(arguments)
+    given = {name: value for name, value in vars(arguments).items() if name in PlanOptions.model_fields}
+    options = PlanOptions(**given)
     scores, provenance = load_scores(arguments.scores)
-    plan = plan_widths(scores, arguments.sparsity, strategy)
-    aligned = _align(arguments, strategy, scores, plan.widths_LE)
+    plan = plan_widths(scores, options, options.expert_importance)
+    aligned = _align(options, scores, plan.widths_LE)
     check_kept_experts(scores.names, scores.top_k, aligned.widths_LE)
-    settings = _settings(arguments, strategy)
+    settings = _settings(options)
     facts = {name: str(value) for name, value in settings.items()} | output.provenance_facts(provenance)
     view = PlanView(
         names=scores.names,
         intermediate_size=scores.channels_LEI.shape[-1],
         widths_LE=aligned.widths_LE,
         channels_LEI=scores.channels_LEI,
-        expert_prior_LE=None if strategy.intra_layer in WITHOUT_PRIOR else plan.expert_prior_LE,
+        expert_prior_LE=None if options.intra_layer in WITHOUT_PRIOR else plan.expert_prior_LE,
         layer_loss_L=scores.layer_loss_L,
-        layer_prior_L=plan.layer_prior_L if strategy.uses_layer_loss else None,
+        layer_prior_L=plan.layer_prior_L if options.uses_layer_loss else None,
         tokens_LE=scores.tokens_LE,
-        title=f"{100 * arguments.sparsity:g} % of expert channels removed",
+        title=f"{100 * options.sparsity:g} % of expert channels removed",
         summary=summarize(provenance, scores),
         facts=facts,
     )
@@ -71,49 +78,27 @@ def run(arguments: Namespace) -> None:
         output.write_pictures(view, arguments.pictures)
 
 
-def _strategy(arguments: Namespace) -> CoverageStrategy:
-    _refuse_idle(arguments, "scope", "layers", ("inter_layer", "layer_prior"))
-    _refuse_idle(arguments, "strategy", "hamilton", ("min_width", "rule"))
-    given = {field.name: getattr(arguments, field.name) for field in fields(CoverageStrategy)}
-    return CoverageStrategy(**{name: value for name, value in given.items() if value is not None})
-
-
-def _refuse_idle(arguments: Namespace, option: str, needed: str, others: tuple[str, ...]) -> None:
-    idle = [f"--{other.replace('_', '-')}" for other in others if getattr(arguments, other) is not None]
-    if idle and getattr(arguments, option) != needed:
-        raise CoverageError(
-            f"{' and '.join(idle)} would do nothing with --{option} {getattr(arguments, option)}: leave it out, or "
-            f"add --{option} {needed}"
-        )
-
-
-def _align(
-    arguments: Namespace, strategy: CoverageStrategy, scores: AttributionScores, widths_LE: Tensor
-) -> Alignment:
+def _align(options: PlanOptions, scores: AttributionScores, widths_LE: Tensor) -> Alignment:
     scores_LEI = scores.channels_LEI
-    if arguments.strategy == "blocks":
-        across_layers = strategy.scope == "global"
-        return align_blocks(widths_LE, scores_LEI, arguments.block_size, scores.top_k, across_layers)
-    return align_widths(widths_LE, scores_LEI, arguments.block_size, **_hamilton(arguments))
+    if options.strategy == "blocks":
+        across_layers = options.scope == "global"
+        return align_blocks(widths_LE, scores_LEI, options.block_size, scores.top_k, across_layers)
+    return align_widths(widths_LE, scores_LEI, options.block_size, options.min_width, options.rule)
 
 
-def _settings(arguments: Namespace, strategy: CoverageStrategy) -> dict[str, Any]:
-    """What decides, without what has no say in it."""
-    names = ["scope", "intra_layer"]
-    if strategy.scope == "layers":
-        names += ["inter_layer", "layer_prior"] if strategy.inter_layer == "coverage" else ["inter_layer"]
-    if strategy.intra_layer == "coverage":
-        names += ["expert_prior", "expert_importance"] if strategy.uses_attribution else ["expert_prior"]
-    if strategy.uses_layer_loss or strategy.intra_layer in ("coverage", "loss"):
+def _settings(options: PlanOptions) -> dict[str, Any]:
+    """Options that the plan depends on."""
+    names = ["sparsity", "scope", "intra_layer"]
+    if options.scope == "layers":
+        names += ["inter_layer", "layer_prior"] if options.inter_layer == "coverage" else ["inter_layer"]
+    if options.intra_layer == "coverage":
+        names += ["expert_prior", "expert_importance"] if options.uses_attribution else ["expert_prior"]
+    if options.uses_layer_loss or options.intra_layer in ("coverage", "loss"):
         names.append("smoothing")
-    settings = {"sparsity": arguments.sparsity} | {name: getattr(strategy, name) for name in names}
-    settings |= {"strategy": arguments.strategy, "block_size": arguments.block_size}
-    return settings if arguments.strategy == "blocks" else settings | _hamilton(arguments)
-
-
-def _hamilton(arguments: Namespace) -> dict[str, Any]:
-    min_width = DEFAULT_MIN_WIDTH if arguments.min_width is None else arguments.min_width
-    return {"min_width": min_width, "rule": arguments.rule or DEFAULT_RULE}
+    names += ["strategy", "block_size"]
+    if options.strategy == "hamilton":
+        names += ["min_width", "rule"]
+    return {name: getattr(options, name) for name in names}
 
 
 def _totals(view: PlanView, scores: AttributionScores, plan: CoveragePlan, aligned: Alignment) -> dict[str, Any]:
@@ -129,7 +114,7 @@ def _totals(view: PlanView, scores: AttributionScores, plan: CoveragePlan, align
         "coverage": float((view.coverage_L * score_L).sum() / score_L.sum()) if has_scores else view.keep_ratio,
         "experts": view.widths_LE.numel(),
         "removed": int(view.removed_LE.sum()),
-        "removed_by_alignment": len(aligned.dropped),
+        "removed_by_alignment": len(aligned.removed),
         "without_tokens": int((scores.tokens_LE == 0).sum()),
     }
 
@@ -166,11 +151,11 @@ def _show(summary: dict[str, Any]) -> None:
         "plan": ", ".join(f"{name} {value}" for name, value in summary["settings"].items()),
     }
     kept = f"{totals['kept']:,} of {totals['channels']:,} kept ({output.percent(totals['keep_ratio'])})"
-    live = f"{totals['experts'] - totals['removed']} of {totals['experts']} live"
+    experts = f"{totals['experts'] - totals['removed']} of {totals['experts']} kept"
     foot = {
         "channels": f"{kept}, {totals['unspent']:,} of the budget unspent",
         "coverage": f"{output.percent(totals['coverage'])} of the channel scores",
-        "experts": f"{live}, {totals['removed']} removed ({totals['removed_by_alignment']} of them by alignment), "
+        "experts": f"{experts}, {totals['removed']} removed ({totals['removed_by_alignment']} of them by alignment), "
         f"{totals['without_tokens']} without calibration tokens",
     }
     print(output.fact_lines(head))

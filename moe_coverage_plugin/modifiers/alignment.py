@@ -1,4 +1,4 @@
-"""Whole blocks: alignment-aware redistribution (AAR, paper), or the best blocks of all."""
+"""Widths in multiples of a block: alignment-aware redistribution (paper, AAR), or the best blocks."""
 
 from __future__ import annotations
 
@@ -8,81 +8,68 @@ from llmcompressor.core import Event, State
 from loguru import logger
 from pydantic import PrivateAttr
 
-from moe_coverage_plugin.core.alignment import (
-    Alignment,
-    AlignmentStrategy,
-    RemainderRule,
-    align_blocks,
-    align_widths,
-    check_alignment,
-)
+from moe_coverage_plugin.core.alignment import Alignment, align_blocks, align_widths, check_alignment
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import experts_needed
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
+from moe_coverage_plugin.options import AlignmentOptions
 
 
-class AlignmentModifier(PlanModifier):
-    """Makes the widths of CoverageModifier whole blocks, within its budget.
+class AlignmentModifier(AlignmentOptions, PlanModifier):
+    """Turns the widths of CoverageModifier into multiples of a block size, within its budget; changes no weight.
 
-    Args:
-        block_size: ``a``, channels; it must divide the expert width, and a quantization group must divide it.
-        min_width: ``m``, channels; narrower experts are removed whole. 0: none is.
-        strategy: ``hamilton`` (paper, AAR) keeps to the widths: experts below ``m`` are dropped, widths are floored to
-            ``a floor(N / a)``, and the freed blocks of a layer go to its largest remainders, at most one each.
-            ``blocks`` keeps to the budget only, that of each layer, or of the model after ``scope: global``, and takes
-            the widths ``N_le in {0, a, 2a, ...}`` of largest ``sum_le S_le(N_le)``, where ``S_le(n)`` is the score of
-            an expert's ``n`` best channels, with at least as many experts in a layer as its router picks, and in each
-            group of a router that picks within groups. What cannot be handed out is reported.
-        rule: of ``hamilton``: remainders by channels (``l-r-c``) or by removed score (``l-r-s``).
+    Kernels and quantization groups need such widths. Channels of the budget that no block could use are reported.
+    Fields and their defaults: :class:`~moe_coverage_plugin.options.AlignmentOptions`.
+
+    Lifecycle:
+
+    - on_initialize
+        - find the CoverageModifier before this one, and check the block size against the width of its experts
+    - on_calibration_end
+        - align the widths
 
     Example recipe::
 
         AlignmentModifier:
           block_size: 128
-          min_width: 128
     """
-
-    block_size: int = 128
-    min_width: int = 128
-    strategy: AlignmentStrategy = "hamilton"
-    rule: RemainderRule = "l-r-c"
 
     _coverage: CoverageModifier = PrivateAttr()
 
     @property
     def width_multiple(self) -> int:
+        """Block size in channels."""
         return self.block_size
 
     @property
     def narrowest(self) -> int:
+        """The fewest channels that an expert can keep without being removed."""
         return self.block_size if self.strategy == "blocks" else max(self.block_size, self.min_width)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the plan's source and check that blocks fit."""
         prepare(self)
         self._coverage = predecessor(self, CoverageModifier)
         intermediate_size = self._coverage.attribution.intermediate_size
-        if self.strategy == "blocks" and (idle := {"min_width", "rule"} & self.model_fields_set):
+        min_width = self.min_width if self.strategy == "hamilton" else 0
+        check_alignment(self.block_size, min_width, intermediate_size)
+        if min_width > intermediate_size:
             raise CoverageError(
-                f'strategy="blocks" keeps every expert it keeps at one block or more, so {" and ".join(sorted(idle))} '
-                'would do nothing: leave it out, or use strategy="hamilton"'
-            )
-        check_alignment(self.block_size, 0 if self.strategy == "blocks" else self.min_width, intermediate_size)
-        if not 0 <= self.min_width <= intermediate_size and self.strategy == "hamilton":
-            raise CoverageError(
-                f"min_width is {self.min_width}, it must lie between 0 and the expert width {intermediate_size}: "
-                "lower it"
+                f"min_width={min_width} is above the expert width {intermediate_size}, so all experts would be "
+                "removed: lower it"
             )
         return True
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Align the widths of the plan."""
         plan = self._coverage.plan
         aligned = self._align(plan)
-        notes = plan.notes | {"unspent_channels": aligned.unspent, "dropped_by_alignment": len(aligned.dropped)}
+        notes = plan.notes | {"unspent_channels": aligned.unspent, "removed_by_alignment": len(aligned.removed)}
         self._plan = WidthPlan(plan.scores, aligned.widths_LE, self.block_size, notes)
         logger.info(
-            f"Alignment to blocks of {self.block_size}: {len(aligned.dropped)} experts dropped, {aligned.unspent} "
+            f"Alignment to blocks of {self.block_size}: {len(aligned.removed)} experts removed, {aligned.unspent} "
             "channels of the budget not spent"
         )
 

@@ -1,9 +1,8 @@
-"""CBA: coverage-maximized budgets for layers and experts (paper, coverage-based allocation)."""
+"""CBA: coverage-maximized budgets of layers and widths of experts (paper, coverage-based allocation)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Any
 
 from llmcompressor.core import Event, State
@@ -11,39 +10,35 @@ from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer, channel_budget
-from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
-from moe_coverage_plugin.core.smoothing import Smoothing
+from moe_coverage_plugin.core.allocation import channel_budget
+from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import experts_needed
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
+from moe_coverage_plugin.options import CoverageOptions
+
+COMPARABLE_METRICS = ("fisher", "obs", "own")
 
 
-class CoverageModifier(PlanModifier):
-    """Decides how many channels every expert keeps.
+class CoverageModifier(CoverageOptions, PlanModifier):
+    """Decides how many channels every expert keeps; changes no weight.
 
-    A level of coverage, scaled by importance, is raised until the channels needed to reach it use up the budget: with
-    sorted channel scores and their prefix sums ``S_g(n)``, group ``g`` of importance ``phi_g`` keeps
-    ``N_g = min{n : S_g(n) >= min(alpha phi_g, 1) S_g(total)}`` under the largest ``alpha`` that fits (paper, CBA). The
-    other strategies are those of the paper's ablation.
+    The default keeps the best channels of the model. Coverage (paper, CBA) raises a level of coverage, scaled by
+    importance, until the channels that reach it use up the budget: with the scores of its channels in descending order
+    and their prefix sums ``S_g(n)``, a group ``g`` of importance ``phi_g`` keeps
+    ``N_g = min{n : S_g(n) >= min(alpha phi_g, 1) S_g(total)}`` under the largest ``alpha`` that fits. The other
+    strategies are those of the paper's ablation. Fields and their defaults:
+    :class:`~moe_coverage_plugin.options.CoverageOptions`.
 
-    Args:
-        sparsity: fraction of the observed experts' channels to remove, in [0, 1); layers in ``ignore`` do not count.
-        scope: ``layers`` shares the budget among layers, then each part among the layer's experts, as the paper does.
-            ``global`` shares it once, among the experts of all layers, by ``intra_layer``: one ``alpha`` for the
-            model, or, with ``topk_channel``, the best channels of the model: ``sum_le S_le(N_le)`` at its largest.
-            For scores on one scale: ``fisher``, ``obs``. ``inter_layer`` and ``layer_prior`` have no part in it.
-        inter_layer: budgets of layers. ``coverage``, ``uniform``, ``u_shaped`` (more at both ends) or ``loss`` (in
-            proportion to the layer's importance).
-        intra_layer: widths within a layer. ``coverage``, ``uniform``, ``loss``, ``usage``, ``router_weight`` (in
-            proportion to the prior of that name) or ``topk_channel`` (the layer's best channels, whoever's they are).
-        layer_prior: importance in the coverage of layers: the ``loss`` measured by AttributionModifier, or none.
-        expert_prior: importance in the coverage of experts: ``attribution`` (AttributionModifier's
-            ``expert_importance``), ``loss`` (exact loss of removing the expert), ``usage`` (routed tokens),
-            ``router_weight``, or ``uniform``.
-        smoothing: applied to loss and attribution before use (paper, appendix C.3.3).
+    Lifecycle:
+
+    - on_initialize
+        - find the AttributionModifier before this one, and check that it measures what the plan needs
+        - if its scores are from a file: make the plan once, so that errors appear before calibration
+    - on_calibration_end
+        - make the plan from the scores
 
     Example recipe::
 
@@ -51,53 +46,12 @@ class CoverageModifier(PlanModifier):
           sparsity: 0.25
     """
 
-    sparsity: float
-    scope: Scope = "layers"
-    inter_layer: InterLayer = "coverage"
-    intra_layer: IntraLayer = "coverage"
-    layer_prior: LayerPrior = "loss"
-    expert_prior: ExpertPrior = "attribution"
-    smoothing: Smoothing = "sqrt"
-
     _attribution: AttributionModifier = PrivateAttr()
 
     @property
     def attribution(self) -> AttributionModifier:
-        """The modifier that observes for this one, known once the recipe initialized."""
+        """The modifier that measures for this one, available after the recipe has initialized."""
         return self._attribution
-
-    @property
-    def strategy(self) -> CoverageStrategy:
-        """The strategy that the fields describe."""
-        described = {
-            field.name: getattr(self, field.name)
-            for field in fields(CoverageStrategy)
-            if field.name in type(self).model_fields
-        }
-        return CoverageStrategy(**described, expert_importance=self.attribution.expert_importance)
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        prepare(self)
-        self._attribution = predecessor(self, AttributionModifier)
-        if not 0.0 <= self.sparsity < 1.0:
-            raise CoverageError(
-                f"sparsity is {self.sparsity}, it must be at least 0 and below 1: the fraction to remove"
-            )
-        if self.scope == "global" and (idle := {"inter_layer", "layer_prior"} & self.model_fields_set):
-            raise CoverageError(
-                f'scope="global" shares the budget among all experts at once, where {" and ".join(sorted(idle))} '
-                'would do nothing: leave it out, or use scope="layers"'
-            )
-        if self.attribution.scores is not None:
-            # everything is known: what cannot be planned is refused now
-            plan_widths(self.attribution.measured, self.sparsity, self.strategy)
-        elif self.strategy.uses_layer_loss and self.attribution.layer_noise is None:
-            raise CoverageError(
-                f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves "
-                'unmeasured: set layer_noise of AttributionModifier, or inter_layer="coverage" with '
-                'layer_prior="uniform"'
-            )
-        return True
 
     @property
     def total_channels(self) -> int:
@@ -109,27 +63,25 @@ class CoverageModifier(PlanModifier):
         """Channels to keep of :attr:`total_channels`."""
         return channel_budget(self.total_channels, self.sparsity)
 
-    def require_channels(self, min_width: int) -> None:
-        """Refuse a budget too small for every layer to keep what its router needs, in ``min_width`` channels each.
-
-        Raises:
-            CoverageError: as said; a sparsity that leaves every expert ``min_width`` channels is named.
-        """
-        layers = self.attribution.layers
-        experts = [math.prod(experts_needed(layer)) for layer in layers]
-        needed = sum(experts) * min_width
-        if self.budget < needed:
-            # rounded down, so that the number named does what is said
-            enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the scores' source and check that it fits."""
+        prepare(self)
+        self._attribution = predecessor(self, AttributionModifier)
+        if self.attribution.scores is not None:
+            plan_widths(self.attribution.measured, self, self.attribution.expert_importance)
+        elif self.uses_layer_loss and self.attribution.layer_noise is None:
             raise CoverageError(
-                f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
-                f"{len(layers)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
-                f"{needed}: lower it, for instance to {enough}, which leaves every expert {min_width} on average"
+                f"inter_layer={self.inter_layer!r} weighs layers by their loss, which layer_noise=None leaves "
+                'unmeasured: set layer_noise of AttributionModifier, or inter_layer="coverage" with '
+                'layer_prior="uniform"'
             )
+        self._warn_of_incomparable_scores()
+        return True
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Make the plan."""
         scores = self.attribution.measured
-        plan = plan_widths(scores, self.sparsity, self.strategy)
+        plan = plan_widths(scores, self, self.attribution.expert_importance)
         notes = {
             "budgets_L": plan.widths_LE.sum(-1).tolist(),
             "layer_loss_L": _listed(scores.layer_loss_L),
@@ -138,6 +90,36 @@ class CoverageModifier(PlanModifier):
         }
         self._plan = WidthPlan(scores, plan.widths_LE, notes=notes)
         logger.info(f"Coverage keeps {int(plan.widths_LE.sum())} of {scores.channels_LEI.numel()} expert channels")
+
+    def require_channels(self, min_width: int) -> None:
+        """Check that the budget leaves every layer the experts that its router needs.
+
+        Args:
+            min_width: fewest channels that a kept expert has.
+
+        Raises:
+            CoverageError: the budget is too small; names a sparsity that leaves every expert ``min_width`` channels
+                on average.
+        """
+        layers = self.attribution.layers
+        experts = [math.prod(experts_needed(layer)) for layer in layers]
+        needed = sum(experts) * min_width
+        if self.budget < needed:
+            # rounded down, so that the named sparsity is possible
+            enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
+            raise CoverageError(
+                f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
+                f"{len(layers)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
+                f"{needed}: lower it, for instance to {enough}, which leaves every expert {min_width} on average"
+            )
+
+    def _warn_of_incomparable_scores(self) -> None:
+        metric = self.attribution.channel_metric
+        if self.scope == "global" and self.intra_layer == "topk_channel" and metric not in COMPARABLE_METRICS:
+            logger.warning(
+                f"scope='global' compares channel scores of all layers, which channel_metric={metric!r} does not make "
+                "comparable: use channel_metric='fisher', or scope='layers'"
+            )
 
 
 def _listed(tensor: Tensor | None) -> list[float] | None:

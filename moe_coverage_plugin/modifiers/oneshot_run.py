@@ -1,4 +1,4 @@
-"""What the modifiers know about the ``oneshot`` run they are part of."""
+"""The ``oneshot`` run around a modifier: its recipe, its arguments and its pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TypeVar
 from llmcompressor.core import active_session
 from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modifiers import Modifier
-from pydantic import ValidationError
 
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -16,10 +15,10 @@ M = TypeVar("M", bound=Modifier)
 
 
 def running_oneshot() -> Oneshot | None:
-    """The ``oneshot`` call in progress, ``None`` where a session is driven by hand.
+    """Return the ``oneshot`` call in progress, ``None`` if a session is driven by hand.
 
-    A session is told neither the output directory nor the pipeline nor the tokenizer, and mistakes in them must be
-    found before calibration. Read off the call stack, because that changes nothing in the toolkit.
+    A session has neither the output directory nor the pipeline nor the tokenizer, and errors in them must be found
+    before calibration. The call stack is read because that needs no change of the toolkit.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -30,14 +29,14 @@ def running_oneshot() -> Oneshot | None:
 
 
 def is_ours(modifier: Modifier) -> bool:
-    """Whether a modifier belongs to this package, or is a subclass of one that does."""
+    """Whether a modifier is of this package, or of a subclass."""
     return any(cls.__module__.startswith(f"{__package__}.") for cls in type(modifier).__mro__)
 
 
 def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
-    """The recipe's modifiers before and after ``modifier``.
+    """Return the recipe's modifiers before and after ``modifier``.
 
-    Only while a recipe initializes: later, a pass of one modifier hides the others.
+    Only while a recipe initializes: later, the pass of one modifier hides the others.
     """
     modifiers = active_session().lifecycle.recipe.modifiers
     index = next(i for i, other in enumerate(modifiers) if other is modifier)
@@ -45,7 +44,7 @@ def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
 
 
 def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
-    """The last modifier of one of ``kinds`` before ``modifier`` in the recipe.
+    """Return the last modifier of one of ``kinds`` before ``modifier`` in the recipe.
 
     Raises:
         CoverageError: there is none.
@@ -63,17 +62,17 @@ def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
 
 
 def prepare(modifier: Modifier) -> None:
-    """What each of our modifiers does first when a recipe initializes: take ``recipe_args``, check the pipeline.
+    """Apply ``recipe_args`` to a modifier of this package and check the pipeline, when a recipe initializes.
 
     Raises:
-        CoverageError: the pipeline shows no data; see also :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
+        CoverageError: the pipeline uses no data; see also :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
     """
     apply_recipe_args(modifier)
     run = running_oneshot()
     pipeline = str(run.dataset_args.pipeline).lower() if run is not None else "independent"
     if pipeline == "datafree":
         raise CoverageError(
-            f"{type(modifier).__name__} works from calibration data, of which pipeline='datafree' shows none: use "
+            f"{type(modifier).__name__} needs calibration data, which pipeline='datafree' does not use: use "
             'pipeline="independent", the default of oneshot'
         )
     if pipeline != "independent":
@@ -81,15 +80,18 @@ def prepare(modifier: Modifier) -> None:
 
 
 def refuse_shared_pass(modifier: Modifier) -> None:
-    """Refuse a calibration pass in which other modifiers run together with ours.
+    """Stop if modifiers of others share a calibration pass with ours.
 
-    A quantizer in the same pass would measure experts before their channels are cut.
+    A quantizer in the same pass would be calibrated on experts before their channels are removed.
+
+    Raises:
+        CoverageError: names the other modifiers.
     """
     modifiers = active_session().lifecycle.recipe.modifiers
-    strangers = [type(other).__name__ for other in modifiers if not is_ours(other)]
-    if strangers:
+    others = [type(other).__name__ for other in modifiers if not is_ours(other)]
+    if others:
         raise CoverageError(
-            f"{type(modifier).__name__} shares one calibration pass with {', '.join(strangers)}, which would be "
+            f"{type(modifier).__name__} shares one calibration pass with {', '.join(others)}, which would be "
             'calibrated on experts of the old width: give every modifier its own with pipeline="independent", the '
             "default of oneshot"
         )
@@ -98,10 +100,10 @@ def refuse_shared_pass(modifier: Modifier) -> None:
 def apply_recipe_args(modifier: Modifier) -> None:
     """Let ``oneshot(recipe_args=...)`` override fields of our modifiers by name.
 
-    The toolkit accepts the argument but applies it to nothing, so a name that none of our modifiers has is refused.
+    The toolkit accepts the argument but does not apply it, so a name that no modifier of ours has is an error.
 
     Raises:
-        CoverageError: an unknown name, or a value that the field does not take.
+        CoverageError: an unknown name, or a value that the field does not accept.
     """
     recipe = active_session().lifecycle.recipe
     inherited = set(Modifier.model_fields)
@@ -109,13 +111,7 @@ def apply_recipe_args(modifier: Modifier) -> None:
     if unknown := sorted(set(recipe.args) - known):
         raise CoverageError(f"recipe_args {', '.join(unknown)} override nothing: known are {', '.join(sorted(known))}")
     overrides = {name: value for name, value in recipe.args.items() if name in type(modifier).model_fields}
-    try:
-        checked = type(modifier).model_validate(modifier.model_dump(exclude=inherited) | overrides)
-    except ValidationError as error:
-        first = error.errors()[0]
-        names = ".".join(map(str, first["loc"]))
-        raise CoverageError(
-            f"recipe_args give {type(modifier).__name__} {names}={first['input']!r}: {first['msg']}"
-        ) from error
+    given = modifier.model_dump(include=modifier.model_fields_set - inherited)
+    checked = type(modifier)(**given | overrides)
     for name in overrides:
         setattr(modifier, name, getattr(checked, name))

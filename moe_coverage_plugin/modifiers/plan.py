@@ -1,4 +1,4 @@
-"""The widths that one planning modifier hands to the next."""
+"""The widths that one planning modifier passes to the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from moe_coverage_plugin.core.scores import AttributionScores
 
 @dataclass(frozen=True)
 class WidthPlan:
-    """How many channels every expert keeps, before anything is cut.
+    """How many channels every expert will keep.
 
     Attributes:
-        widths_LE: kept channels, int64.
-        block_size: every width is a multiple of it.
+        scores: the scores that the plan was made from.
+        widths_LE: kept channels of every expert, int64.
+        block_size: channels that every width is a multiple of.
         notes: figures for the report.
     """
 
@@ -50,6 +51,6 @@ class PlanModifier(Modifier):
 
     @property
     def plan(self) -> WidthPlan:
-        """The plan, once this modifier's pass has ended."""
+        """The plan, available after this modifier's pass."""
         assert self._plan is not None, f"{type(self).__name__} has not run yet"
         return self._plan

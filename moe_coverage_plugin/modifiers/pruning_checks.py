@@ -1,4 +1,4 @@
-"""What a pruning refuses: a recipe in another order, and plans that a router could not live with."""
+"""Checks of the recipe around a pruning, and of the experts that a plan leaves to each router."""
 
 from __future__ import annotations
 
@@ -23,47 +23,50 @@ from moe_coverage_plugin.modifiers.plan import PlanModifier
 def refuse_neighbours(
     before: Sequence[Modifier], after: Sequence[Modifier], pruning: type[Modifier], plans: Sequence[PlanModifier]
 ) -> None:
-    """Refuse modifiers that do not go together with a pruning at its place in the recipe.
+    """Stop if a modifier does not go together with a pruning at its place in the recipe.
 
     Args:
-        plans: what the pruning cuts by.
+        before: modifiers before the pruning.
+        after: modifiers after the pruning.
+        pruning: class of the pruning modifier.
+        plans: the modifiers whose plan the pruning uses.
 
     Raises:
-        CoverageError: naming the modifier and where it belongs.
+        CoverageError: names the modifier and its place.
     """
     if quantizer := next((type(other).__name__ for other in before if isinstance(other, QuantizationMixin)), None):
         raise CoverageError(
-            f"{quantizer} stands before ChannelPruningModifier: prune first, then quantize what is left"
+            f"{quantizer} is before ChannelPruningModifier in the recipe: prune first, then quantize what is left"
         )
     if any(isinstance(other, pruning) for other in before):
         raise CoverageError(
             "the recipe has two ChannelPruningModifier, but scores of pruned experts cannot be compared: prune once, "
-            "at the sparsity that is wanted in the end"
+            "at the sparsity that you want in the end"
         )
     if useless := next((type(other).__name__ for other in after if isinstance(other, PlanModifier)), None):
-        raise CoverageError(f"{useless} stands after ChannelPruningModifier, where it changes nothing: put it before")
+        raise CoverageError(f"{useless} is after ChannelPruningModifier, where it has no effect: put it before")
     planners = [other for other in before if isinstance(other, PlanModifier)]
     if idle := [type(other).__name__ for other in planners if all(other is not plan for plan in plans)]:
-        taken = " and ".join(dict.fromkeys(type(plan).__name__ for plan in plans))
+        used = " and ".join(dict.fromkeys(type(plan).__name__ for plan in plans))
         raise CoverageError(
-            f"nobody takes the plan of {' and '.join(idle)}, because ChannelPruningModifier cuts by the last {taken} "
+            f"no modifier uses the plan of {' and '.join(idle)}, because ChannelPruningModifier uses the last {used} "
             "before it: remove the others"
         )
     _refuse_transforms([*before, *after])
     first = next(index for index, other in enumerate(before) if isinstance(other, AttributionModifier))
     if any(isinstance(other, REAPPruningModifier) for other in (*before[first:], *after)):
         raise CoverageError(
-            "REAPPruningModifier stands after AttributionModifier and would renumber the experts that it scored: put "
-            "it before AttributionModifier"
+            "REAPPruningModifier is after AttributionModifier and would renumber the experts that it scored: put it "
+            "before AttributionModifier"
         )
 
 
 def _refuse_transforms(modifiers: Sequence[Modifier]) -> None:
     if rotating := next((each for each in modifiers if isinstance(each, (SpinQuantModifier, QuIPModifier))), None):
         raise CoverageError(
-            f"{type(rotating).__name__} rotates what routers and experts read but no router, and its online rotations "
-            "run in experts of unequal width in no engine: remove it, SmoothQuantModifier and AWQModifier go together "
-            "with pruning"
+            f"{type(rotating).__name__} rotates the input of routers and experts but not the routers, and no engine "
+            "runs its online rotations in experts of unequal width: remove it, or use SmoothQuantModifier or "
+            "AWQModifier"
         )
     if any(isinstance(each, AWQModifier) for each in modifiers) and not torch.accelerator.is_available():
         raise CoverageError(
@@ -73,24 +76,23 @@ def _refuse_transforms(modifiers: Sequence[Modifier]) -> None:
 
 
 def check_routable(layer: MoELayer, widths_E: Tensor) -> None:
-    """Refuse a plan that leaves a router fewer experts than it picks; group-limited routers pick within groups.
+    """Check that a plan leaves a router as many experts as it picks, in each of its groups if it has groups.
 
     Raises:
-        CoverageError: as said, with the layer, or the group, that is too small; or experts removed from a layer whose
-            router would choose them all the same.
+        CoverageError: names the layer that has too few; or experts are removed that the router would choose anyway.
     """
     check_kept_experts([layer.name], [layer.top_k], widths_E[None])
-    live_E = widths_E > 0
-    if chooses_by_token_table(layer) and not bool(live_E.all()):
+    kept_E = widths_E > 0
+    if chooses_by_token_table(layer) and not bool(kept_E.all()):
         raise CoverageError(
-            f"{layer.name} would lose {int((~live_E).sum())} of {layer.num_experts} experts, but its experts are "
-            "chosen by a table of token ids, which no mask of router logits keeps from them: use layout='padded', "
-            "which removes none, or list the layer in ignore"
+            f"{layer.name} would lose {int((~kept_E).sum())} of {layer.num_experts} experts, but a table of token ids "
+            "chooses its experts, which a mask of router logits cannot change: use layout='padded', which removes "
+            "none, or list the layer in ignore"
         )
     groups, needed = experts_needed(layer)
-    live_G = live_E.reshape(groups, -1).sum(-1)
-    if bool((live_G < needed).any()):
+    kept_G = kept_E.reshape(groups, -1).sum(-1)
+    if bool((kept_G < needed).any()):
         raise CoverageError(
-            f"{layer.name} would keep {int(live_G.min())} experts in a group of its router, which needs {needed}: "
-            'lower sparsity or min_width, or let AlignmentModifier keep as many by strategy="blocks"'
+            f"{layer.name} would keep {int(kept_G.min())} experts in a group of its router, which needs {needed}: "
+            'lower sparsity or min_width, or use strategy="blocks" of AlignmentModifier, which keeps as many'
         )

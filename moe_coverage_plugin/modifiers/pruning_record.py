@@ -1,4 +1,4 @@
-"""What a pruned model remembers for its checkpoint: figures, scores, pictures, and where all of it came from."""
+"""What a checkpoint of a pruned model contains beside its weights: figures, scores, pictures and provenance."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def pruning_record(
     source: str,
     bytes_before: int,
 ) -> PruningRecord:
-    """Everything that a checkpoint holds beside its weights.
+    """Collect what the checkpoint will contain beside its weights.
 
     Args:
-        widths_LE: channels kept of every expert, as far as the layout can say them.
+        attribution: the modifier that measured the scores.
+        plan: the plan that was carried out.
+        widths_LE: channels of every expert as the layout stores them, int64.
         recipe: names and fields of our modifiers in the recipe.
-        block_size: what all widths of the checkpoint are multiples of.
-        pictures: draw the plan.
-        source: where the model was opened from.
-        bytes_before: of all weights before pruning.
+        layout: how experts are stored.
+        block_size: channels that all widths of the checkpoint are multiples of.
+        pictures: whether to draw the plan.
+        source: path or name that the model was opened from.
+        bytes_before: bytes of all weights before pruning.
     """
     measured_on = attribution.provenance
     origin = read_origin(source)
@@ -106,7 +109,7 @@ def _recipe_of_run() -> str:
 
 def _draw(view: PlanView, directory: Path) -> None:
     """Write the report into a directory that has the weights."""
-    # matplotlib takes a second to import, which a run without pictures need not wait for
+    # here, because matplotlib takes a second to import and a run without pictures does not need it
     from moe_coverage_plugin.report.page import write_report
 
     summary = replace(view.summary, weights=read_stored_weights(directory))
@@ -114,7 +117,7 @@ def _draw(view: PlanView, directory: Path) -> None:
 
 
 def _report(plan: WidthPlan, view: PlanView) -> dict[str, Any]:
-    """Figures of a pruning, per layer, for the file beside the checkpoint."""
+    """Figures of a pruning, by layer, for the report file."""
     assert view.coverage_L is not None, "channels were scored"
     layers = {
         name: {

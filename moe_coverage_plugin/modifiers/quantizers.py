@@ -1,4 +1,4 @@
-"""Checks the quantizers that follow a pruning in the recipe, before anything is calibrated."""
+"""Checks of the quantizers that follow a pruning in the recipe, before anything is calibrated."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def check_quantizers(
     block_size: int,
     layout: Layout,
 ) -> None:
-    """Refuse quantizers whose result could not be served.
+    """Stop if the result of a quantizer could not be served.
 
     Args:
-        pruned: the layers whose widths will change; those that stay whole are looked at as well.
-        modifiers: what follows the pruning in the recipe; those that do not quantize are passed over.
+        model: the model to prune; layers that stay unpruned are checked too.
+        pruned: the layers whose widths will change.
+        modifiers: the modifiers after the pruning; those that do not quantize are skipped.
         block_size: channels that every width will be a multiple of.
-        layout: ``padded`` and ``uniform`` experts are left to the engine's own kernels, of whatever scheme.
+        layout: ``padded`` and ``uniform`` experts run in the engine's own kernels, so any scheme may follow.
 
     Raises:
-        CoverageError: a router or the gate of shared experts is quantized; a layer's experts are not all quantized by
-            one scheme, or are no targets of any quantizer; activations of ragged experts are quantized; or groups of
-            weights do not fit the widths, or another layer.
+        CoverageError: a router or the gate of shared experts is quantized; the experts of a layer are not all
+            quantized by one scheme, or are targets of no quantizer; activations of ragged experts are quantized; or
+            groups of weights do not fit the widths, or another layer.
     """
     layers = find_moe_layers(model)
     forbidden = linears_that_must_stay(layers)
@@ -61,14 +62,14 @@ def check_quantizers(
         for layer in pruned:
             _check_block_size(name, layer, scheme_of, block_size)
         _check_groups(name, model, scheme_of, pruned)
-    # a quantizer of the cache alone has no groups
+    # a quantizer of the key-value cache alone has no groups
     _check_targets(model, [each for each in quantizers if _groups(each)], layers)
 
 
 def _check_targets(
     model: PreTrainedModel, quantizers: Sequence[QuantizationMixin], layers: Sequence[MoELayer]
 ) -> None:
-    """Refuse experts that would stay in 16 bits although neither targets nor ignore name them."""
+    """Stop if experts would stay in 16 bits although neither targets nor ignore name them."""
     named: set[Module] = set()
     for modifier in quantizers:
         targets = [target for scheme in _groups(modifier) for target in scheme.targets]
@@ -109,12 +110,12 @@ def _check_one_scheme(name: str, layer: MoELayer, scheme_of: dict[Module, Quanti
 
 
 def _check_served(name: str, layers: Sequence[MoELayer], scheme_of: dict[Module, QuantizationScheme]) -> None:
-    """Refuse experts that nothing would compute as they were calibrated; tell of those that only ``load`` opens."""
+    """Stop if nothing would compute experts as they were calibrated; warn of those that only ``load`` opens."""
     schemes = {id(scheme): scheme for layer in layers if (scheme := scheme_of.get(expert_linears(layer)[0]))}
     for scheme in schemes.values():
         check_activations(dict(scheme), f"{name} would give experts")
         if isinstance(reason := expert_scheme(dict(scheme)), str):
-            logger.warning(f"{name} gives experts {reason}, which load() opens but no engine: {SERVED}")
+            logger.warning(f"{name} gives experts {reason}, which load() opens but no engine serves: {SERVED}")
 
 
 def _check_block_size(
@@ -140,7 +141,7 @@ def _check_block_size(
 def _check_groups(
     name: str, model: PreTrainedModel, scheme_of: dict[Module, QuantizationScheme], pruned: Sequence[MoELayer]
 ) -> None:
-    """Refuse groups that do not divide a layer that keeps its width: the quantizer would stop there when it runs."""
+    """Stop if groups do not divide a layer that keeps its width, where the quantizer would stop when it runs."""
     experts = {linear for layer in pruned for linear in expert_linears(layer)}
     for path, module in model.named_modules():
         group_size = _group_size(scheme_of.get(module))
@@ -155,6 +156,6 @@ def _check_groups(
 
 
 def _group_size(scheme: QuantizationScheme | None) -> int | None:
-    """Input channels that share a scale; ``None`` where a whole row does."""
+    """Return the number of input channels that share a scale, ``None`` if a whole row does."""
     group_size = scheme.weights.group_size if scheme is not None and scheme.weights is not None else None
     return group_size if group_size is not None and group_size > 0 else None

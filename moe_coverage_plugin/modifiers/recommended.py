@@ -16,7 +16,7 @@ from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 
-# routing stays in full precision: the head, and gates of shared experts where a model has them
+# routing stays in full precision: the head, and the gates of shared experts if a model has them
 NEVER_QUANTIZED = ["lm_head", "re:.*shared_expert_gate$"]
 
 
@@ -27,24 +27,24 @@ def recommended_recipe(
     scheme: str | None = "W4A16",
     ignore: Sequence[str] = (),
 ) -> list[Modifier]:
-    """What ``recipes/fisher_*.yaml`` say, for ``oneshot(recipe=...)``.
+    """Return the modifiers of the recipes ``fisher_*``, for ``oneshot(recipe=...)``.
 
     Args:
         sparsity: fraction of the expert channels to remove, in [0, 1).
-        block_size: every width is a multiple of it.
-        reconstruct: fit what stays of every expert to what the whole one answered.
-        scheme: name of a preset of compressed-tensors, ``FP8_DYNAMIC`` for instance; ``None``: no quantization. Groups
+        block_size: channels of a block, of which every width is a multiple.
+        reconstruct: fit the kept columns of each ``down_proj`` to the output of the unpruned expert.
+        scheme: name of a preset of compressed-tensors, for instance ``FP8_DYNAMIC``; ``None``: no quantization. Groups
             that do not divide the blocks become as small as needed.
-        ignore: more layers that stay in full precision, names or ``re:`` and a regular expression; for instance a
-            dense layer whose width is no multiple of the group size.
+        ignore: more layers to leave in full precision, names or ``re:`` patterns; for instance a dense layer whose
+            width is not a multiple of the group size.
 
     Raises:
-        CoverageError: an unknown scheme. The rest is checked when ``oneshot`` initializes the recipe.
+        CoverageError: a value out of range, or an unknown scheme. ``oneshot`` checks the rest when it initializes.
     """
     modifiers: list[Modifier] = [
-        AttributionModifier(channel_metric="fisher", layer_noise=None),
-        CoverageModifier(sparsity=sparsity, scope="global", intra_layer="topk_channel"),
-        AlignmentModifier(block_size=block_size, strategy="blocks"),
+        AttributionModifier(),
+        CoverageModifier(sparsity=sparsity),
+        AlignmentModifier(block_size=block_size),
         ChannelPruningModifier(reconstruct=reconstruct),
     ]
     if scheme is not None:
@@ -56,7 +56,7 @@ def recommended_recipe(
 def _fitting_scheme(name: str, block_size: int) -> QuantizationScheme:
     if not is_preset_scheme(name):
         raise CoverageError(
-            f"scheme {name!r} is none that compressed-tensors knows: W4A16 or FP8_DYNAMIC, for instance"
+            f"scheme={name!r} is not a preset of compressed-tensors: use for instance W4A16 or FP8_DYNAMIC"
         )
     scheme = preset_name_to_scheme(name, ["Linear"])
     if scheme.weights is not None and scheme.weights.group_size is not None and scheme.weights.group_size > 0:

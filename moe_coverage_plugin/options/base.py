@@ -55,27 +55,34 @@ class Options(BaseModel):
     def refuse_idle(self, switch: str, needed: object, *names: str) -> None:
         """Stop if a field is set that has an effect only if ``switch`` is ``needed``.
 
-        A field at its default is accepted: the recipe that llm-compressor writes beside a checkpoint lists all fields.
+        If ``switch`` is set too, fields may be set to their defaults: the recipe that llm-compressor writes beside a
+        checkpoint lists all fields.
+
+        Args:
+            switch: name of the field that decides.
+            needed: its value with which the other fields have an effect.
+            names: of the other fields.
 
         Raises:
-            CoverageError: names the fields, and both ways to go on.
+            CoverageError: names the fields that have no effect, and both ways to go on.
         """
-        if (found := getattr(self, switch)) == needed:
+        given, found, fields = self.model_fields_set, getattr(self, switch), type(self).model_fields
+        if found == needed:
             return
-        fields, given = type(self).model_fields, self.model_fields_set
-        if idle := [name for name in names if name in given and getattr(self, name) != fields[name].default]:
+        changed = {name for name in names if name in given and getattr(self, name) != fields[name].default}
+        if idle := [name for name in names if name in (changed if switch in given else given)]:
             spelled = " and ".join(self.spell(name, getattr(self, name)) for name in idle)
+            setting = f"{self.spell(switch, found)}{'' if switch in given else ', the default'}{_owner(type(self))}"
             remedy = f"leave {'it' if len(idle) == 1 else 'them'} out, or use {self.spell(switch, needed)}"
-            raise CoverageError(
-                f"{spelled} would do nothing with {self.spell(switch, found)}{_owner(type(self))}: {remedy}"
-            )
+            raise CoverageError(f"{spelled} would do nothing with {setting}: {remedy}")
 
 
 def summary(field: FieldInfo) -> str:
     """Return the first paragraph of a field's description as a phrase: one line, no markup, no full stop."""
     paragraph = (field.description or "").partition("\n\n")[0]
     text = " ".join(paragraph.replace("``", "").split()).removesuffix(".")
-    return f"{text[:1].lower()}{text[1:]}" if text[1:2].islower() else text
+    first, space, rest = text.partition(" ")
+    return f"{first.lower() if first[1:].islower() else first}{space}{rest}"
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

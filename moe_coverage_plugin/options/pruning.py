@@ -99,9 +99,6 @@ class AttributionOptions(Options):
                 f"{self.spell(by_gradients, getattr(self, by_gradients))} needs: leave ema out, or choose "
                 "channel_metric='activation' and expert_importance='first_order'"
             )
-        # with layer_noise=None written out, such a recipe was accepted before None was the default
-        if self.layer_noise is None and "layer_noise" not in self.model_fields_set:
-            self.refuse_idle("layer_noise", 1.0, "layer_batches")
         return self
 
 
@@ -170,7 +167,6 @@ class CoverageOptions(Options):
     @model_validator(mode="after")
     def _check_coverage(self) -> Self:
         self.refuse_idle("scope", "layers", "inter_layer", "layer_prior")
-        # with another intra_layer written out, such a recipe was accepted before topk_channel was the default
         if "intra_layer" not in self.model_fields_set:
             self.refuse_idle("intra_layer", "coverage", "expert_prior")
         return self

@@ -38,7 +38,7 @@ def open_stock(source: Path, linear: bool = False) -> PreTrainedModel:
 
 def observe(source: Path, dataset: Any = None, attribution: dict[str, Any] | None = None, **run: Any):
     """Scores of a real ``oneshot`` that only observes."""
-    modifier = AttributionModifier(**{"layer_noise": None} | (attribution or {}))
+    modifier = AttributionModifier(**{"channel_metric": "activation"} | (attribution or {}))
     dataset = token_batches(samples=6, length=20) if dataset is None else dataset
     oneshot(model=str(source), dataset=dataset, recipe=[modifier], **{"shuffle_calibration_samples": False} | run)
     return modifier.measured

@@ -31,7 +31,7 @@ def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
     source = save_float64(tmp_path / "model", "qwen2_moe")
     measured = []
     for model in (open_stock(source, linear=True), on_disk(source, tmp_path / "offloaded")):
-        modifier = AttributionModifier(channel_metric=metric)
+        modifier = AttributionModifier(channel_metric=metric, layer_noise=1.0)
         data = token_batches(samples=3, length=20, padded=True)
         oneshot(model=model, dataset=data, recipe=[modifier], shuffle_calibration_samples=False)
         measured.append(modifier.measured)

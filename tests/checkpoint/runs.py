@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
+from tests import paper_method
 from tests.tiny import CONFIGS, CORRECTION_BIAS, VOCAB, add_tokenizer, save_model, token_batches
 
 WIDTH = {"moe_intermediate_size": 128, "intermediate_size": 128}
@@ -74,10 +75,10 @@ def prune(
         quantize: ``True`` quantizes to W4A16 in groups of 32; a dictionary has the options of another quantizer.
     """
     recipe: list[Any] = [
-        AttributionModifier(layer_noise=None),
-        CoverageModifier(sparsity=sparsity, inter_layer="uniform"),
-        AlignmentModifier(block_size=BLOCK, min_width=min_width),
-        ChannelPruningModifier(layout=layout, pictures=False),
+        AttributionModifier(channel_metric="activation"),
+        CoverageModifier(sparsity=sparsity, **paper_method.EVEN_LAYERS),
+        AlignmentModifier(block_size=BLOCK, min_width=min_width, **paper_method.ALIGNMENT),
+        ChannelPruningModifier(layout=layout, pictures=False, **paper_method.PRUNING),
     ]
     if quantize:
         recipe.append(QuantizationModifier(**(W4 if quantize is True else quantize)))

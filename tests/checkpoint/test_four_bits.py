@@ -26,6 +26,7 @@ from moe_coverage_plugin import (
 )
 from moe_coverage_plugin.manifest import REPORT_NAME
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
+from tests import paper_method
 from tests.checkpoint.runs import BLOCK, SPARSITY, W4, config_json, logits, prune, source, tensors
 from tests.tiny import token_batches
 
@@ -160,10 +161,10 @@ def test_padding_is_zero_in_each_half(tmp_path):
 
 def recipe(block_size: int, quantizer: Any, sparsity: float = 0.4) -> list[Any]:
     return [
-        AttributionModifier(layer_noise=None),
-        CoverageModifier(sparsity=sparsity, inter_layer="uniform"),
-        AlignmentModifier(block_size=block_size, min_width=block_size),
-        ChannelPruningModifier(pictures=False),
+        AttributionModifier(channel_metric="activation"),
+        CoverageModifier(sparsity=sparsity, **paper_method.EVEN_LAYERS),
+        AlignmentModifier(block_size=block_size, min_width=block_size, **paper_method.ALIGNMENT),
+        ChannelPruningModifier(pictures=False, **paper_method.PRUNING),
         quantizer,
     ]
 

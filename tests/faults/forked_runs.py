@@ -54,10 +54,10 @@ def _reporting(call: Callable[..., Any], phase: str, report: Callable[[str], Non
 def run(source: str, directory: Path, sharded: bool) -> None:
     """Score, prune, quantize to 4 bits and save, in one file as ``oneshot`` does or in many; keep the scores."""
     recipe = [
-        AttributionModifier(channel_metric="fisher", layer_noise=None, save_scores=str(directory / SCORES)),
-        CoverageModifier(sparsity=0.4, scope="global", intra_layer="topk_channel"),
-        AlignmentModifier(block_size=32, strategy="blocks"),
-        ChannelPruningModifier(pictures=False),
+        AttributionModifier(save_scores=str(directory / SCORES)),
+        CoverageModifier(sparsity=0.4),
+        AlignmentModifier(block_size=32),
+        ChannelPruningModifier(reconstruct=False, pictures=False),
         QuantizationModifier(**W4),
     ]
     output = str(directory / OUTPUT)

@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig, GPTQConfig, PreTrainedModel
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageError, CoverageModifier, load
 from moe_coverage_plugin.modeling import nf4
 from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers, linears_that_must_stay
+from tests import paper_method
 from tests.checkpoint.runs import W4, logits, prompt, prune, source
 from tests.tiny import token_batches
 
@@ -66,9 +67,9 @@ def aligned_widths(dense: Path) -> Path:
 def exact_widths(dense: Path) -> Path:
     """Exact to the channel."""
     recipe = [
-        AttributionModifier(layer_noise=None),
-        CoverageModifier(sparsity=0.4, inter_layer="uniform"),
-        ChannelPruningModifier(pictures=False),
+        AttributionModifier(channel_metric="activation"),
+        CoverageModifier(sparsity=0.4, **paper_method.EVEN_LAYERS),
+        ChannelPruningModifier(pictures=False, **paper_method.PRUNING),
     ]
     data: dict[str, Any] = {"dataset": token_batches(samples=4, length=16), "shuffle_calibration_samples": False}
     oneshot(model=str(dense), recipe=recipe, output_dir=str(dense.with_name("exact")), **data)

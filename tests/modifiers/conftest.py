@@ -1,4 +1,4 @@
-"""Tiny models on disk. The helpers of these tests lie in ``harness.py``."""
+"""Tiny models on disk. The helpers of these tests are in ``harness.py``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _opened() -> dict[Path, PreTrainedModel]:
 
 @pytest.fixture
 def pristine(source: Path, _opened: dict[Path, PreTrainedModel]):
-    """One model for all tests of refusals, which check that it is left as it was."""
+    """One model for all tests of errors, which check that it is unchanged."""
     if source not in _opened:
         _opened[source] = harness.open_linear(source)
     yield _opened[source]
     if set(harness.flat_widths(_opened[source])) != {harness.CHANNELS}:
-        del _opened[source]  # a test failed; the others shall not fail with it
+        del _opened[source]  # a test failed, and the other tests need an unchanged model

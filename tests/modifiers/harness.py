@@ -23,6 +23,7 @@ from moe_coverage_plugin import (
     CoverageModifier,
 )
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests import paper_method
 from tests.tiny import VOCAB, save_model, token_batches
 
 LAYERS, EXPERTS, CHANNELS, TOP_K = 2, 8, 256, 2
@@ -38,19 +39,19 @@ W4_GROUP_64: dict[str, Any] = {
     "ignore": ["lm_head", "re:.*shared_expert_gate$"],
 }
 
-# the smallest recipe that cuts anything
+# pruning() as a file
 YAML = """
 prune_stage:
   prune_modifiers:
-    AttributionModifier: {}
-    CoverageModifier: {sparsity: 0.25, inter_layer: uniform}
-    AlignmentModifier: {block_size: 64, min_width: 64}
-    ChannelPruningModifier: {}
+    AttributionModifier: {channel_metric: activation, layer_noise: 1.0}
+    CoverageModifier: {sparsity: 0.25, scope: layers, inter_layer: uniform, intra_layer: coverage}
+    AlignmentModifier: {block_size: 64, strategy: hamilton, min_width: 64}
+    ChannelPruningModifier: {reconstruct: false}
 """
 
 
 def save_tiny(directory: Path, family: str = "qwen3_moe", **config: Any) -> Path:
-    """A model small enough for a whole ``oneshot`` to take half a second."""
+    """A model so small that a ``oneshot`` takes half a second."""
     return save_model(directory, family, **{"num_hidden_layers": LAYERS, "moe_intermediate_size": CHANNELS} | config)
 
 
@@ -69,22 +70,21 @@ def pruning(
     pictures: bool = False,
     **coverage: Any,
 ) -> list[Modifier]:
-    """Our modifiers, in order; without alignment where ``block_size`` is ``None``.
+    """The paper's method with an even budget for layers; without alignment if ``block_size`` is ``None``.
 
-    Layers share the budget evenly: of a random model the loss may fall when a layer fades, which leaves it nothing.
-    Pictures would take nine tenths of so small a run.
+    Without pictures, which would take nine tenths of so small a run.
     """
-    alignment = [] if block_size is None else [AlignmentModifier(block_size=block_size, min_width=block_size)]
+    alignment = AlignmentModifier(block_size=block_size or 1, min_width=block_size or 0, **paper_method.ALIGNMENT)
     return [
-        AttributionModifier(ignore=list(ignore)),
-        CoverageModifier(sparsity=sparsity, **{"inter_layer": "uniform"} | coverage),
-        *alignment,
-        ChannelPruningModifier(layout=layout, pictures=pictures),
+        AttributionModifier(ignore=list(ignore), **paper_method.ATTRIBUTION),
+        CoverageModifier(sparsity=sparsity, **paper_method.EVEN_LAYERS | coverage),
+        *([] if block_size is None else [alignment]),
+        ChannelPruningModifier(layout=layout, pictures=pictures, **paper_method.PRUNING),
     ]
 
 
 def compress(model: PreTrainedModel | Path, recipe: Any, **options: Any) -> PreTrainedModel:
-    """A real ``oneshot`` on four short samples, in one order: float sums depend on it."""
+    """A real ``oneshot`` on four short samples, always in the same order because float sums depend on it."""
     defaults = {"dataset": token_batches(samples=4, length=24), "shuffle_calibration_samples": False}
     return oneshot(model=str(model) if isinstance(model, Path) else model, recipe=recipe, **defaults | options)
 
@@ -97,8 +97,8 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def widths(model: PreTrainedModel) -> list[list[int]]:
-    """Channels of every expert of every layer, as the modules have them."""
-    return [block.widths for block in find_moe_layers(model)]
+    """Channels of every expert of every layer, from the modules."""
+    return [layer.widths for layer in find_moe_layers(model)]
 
 
 def flat_widths(model: PreTrainedModel) -> list[int]:
@@ -107,9 +107,9 @@ def flat_widths(model: PreTrainedModel) -> list[int]:
 
 
 def refusal(model: PreTrainedModel | Path, recipe: Any, output: Path, **options: Any) -> str:
-    """The message with which a run is refused, having checked that it happened before anything did.
+    """The error message of a run that stops before anything has happened.
 
-    No forward pass ran, all weights are bit-identical, and the output directory is as it was.
+    Checks that no forward pass ran, all weights are bit-identical, and the output directory is unchanged.
     """
     model = open_linear(model) if isinstance(model, Path) else model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

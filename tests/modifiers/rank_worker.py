@@ -1,4 +1,4 @@
-"""One data-parallel rank of a real ``oneshot``: started by ``torchrun`` from test_ranks.py, or alone."""
+"""One data-parallel rank of a real ``oneshot``, started by ``torchrun`` from test_ranks.py, or alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(source: str, output: str) -> None:
     dataset = token_batches(samples=8, length=24, padded=True)
     name = f"rank{rank}of{ranks}"
     if ranks > 1:
-        # all ranks are dealt all samples
+        # all ranks get all samples
         try:
             calibrate(source, dataset)
         except CoverageError as error:
@@ -40,7 +40,7 @@ def main(source: str, output: str) -> None:
     model, attribution = calibrate(source, dataset.shard(ranks, rank))
     scores = attribution.measured
     result = {
-        "widths": [block.widths for block in find_moe_layers(model)],
+        "widths": [layer.widths for layer in find_moe_layers(model)],
         "order": torch.sort(scores.channels_LEI, dim=-1, descending=True, stable=True).indices.tolist(),
         "tokens": scores.tokens_LE.tolist(),
         "calibration": attribution.provenance,

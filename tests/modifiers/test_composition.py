@@ -1,4 +1,4 @@
-"""Our modifiers together with the toolkit's own: one recipe gives what separate runs give."""
+"""Our modifiers together with the toolkit's: one recipe gives the same model as separate runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.modeling.causal_mask import forget_causal_mask, keep_causal_mask
+from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from tests.modifiers.harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
 
 COMPANIONS: dict[str, Any] = {
@@ -52,12 +52,12 @@ def test_one_recipe_equals_two_runs(source: Path, tmp_path: Path, name: str):
 
 
 def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> PreTrainedModel:
-    """A run of the toolkit's modifiers alone, which would calibrate without a causal mask where ours do not care."""
-    keep_causal_mask(model)
+    """A run of the toolkit's modifiers alone, with the causal mask that our modifiers keep in a shared recipe."""
+    mark_causal_attention(model)
     try:
         return compress(model, recipe, **options)
     finally:
-        forget_causal_mask(model)
+        unmark_causal_attention(model)
 
 
 def recorded(output: Path) -> dict[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_recipe_in_the_output_records_all(source: Path, tmp_path: Path):
 
 
 def test_written_recipe_repeats_the_run(source: Path, tmp_path: Path):
-    """Case 29: what lies beside a checkpoint makes it again."""
+    """Case 29: the recipe beside a checkpoint makes the same checkpoint again."""
     first = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()], output_dir=str(tmp_path / "out"))
     again = compress(source, str(tmp_path / "out" / "recipe.yaml"))
     assert torch.equal(logits(first), logits(again))
@@ -117,7 +117,7 @@ def test_reap_before_pruning_equals_two_runs(source: Path):
     assert torch.equal(logits(together), logits(in_turn))
 
 
-def test_reap_in_a_later_run_stops_where_experts_were_removed(source: Path, tmp_path: Path):
+def test_reap_in_a_later_run_stops_if_experts_were_removed(source: Path, tmp_path: Path):
     pruned = compress(source, pruning(0.6))
     assert any(0 in layer for layer in widths(pruned))
     with pytest.raises(CoverageError, match=r"remove whole experts \(REAP\) before pruning channels"):
@@ -137,17 +137,17 @@ def test_reap_in_a_later_run(source: Path, tmp_path: Path):
 # --- models as the toolkit offers them
 
 
-# In a process of its own: the toolkit's loader patches transformers for good, and what is opened later would suffer.
+# in another process, because the toolkit's loader patches transformers for all models that are opened later
 OPEN_BY_LOADER = """
 import sys
 import torch
 from tests.modifiers.harness import W4_GROUP_64, compress, logits, pruning
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from moe_coverage_plugin.modeling.lazy_modules import forget_lazy_modules
+from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
-forget_lazy_modules()
+unload_image_processors()
 with load_quantizable_moe():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROUP_64)])), sys.argv[2])
@@ -159,5 +159,5 @@ def test_model_object_of_load_quantizable_moe(source: Path, tmp_path: Path):
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", OPEN_BY_LOADER, str(source), str(tmp_path / "logits.pt")]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=True, capture_output=True)
-    # the weights are the same bits, but lie at other addresses, which moves the last bit of a sum
+    # the weights are the same bits at other addresses, which changes the last bit of a sum
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(from_path), rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Scores that are kept and fed back: the same plan without the data, and refusals of scores that do not belong."""
+"""Scores from a file: the same plan without data, and errors for scores of another model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
 from moe_coverage_plugin.files.scores import load_scores
+from moe_coverage_plugin.manifest import SCORES_NAME
+from tests import paper_method
 from tests.modifiers.harness import (
     BLOCK,
     W4_GROUP_64,
@@ -24,8 +26,6 @@ from tests.modifiers.harness import (
     widths,
 )
 
-BESIDE_CHECKPOINT = "moe_coverage_scores.bin"
-
 
 def fed_back(path: Path, sparsity: float = 0.25, **attribution) -> list:
     return [AttributionModifier(scores=str(path), **attribution), *pruning(sparsity)[1:]]
@@ -35,27 +35,27 @@ def fed_back(path: Path, sparsity: float = 0.25, **attribution) -> list:
 def kept(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A score file of the tiny model, with scores from gradients."""
     path = tmp_path_factory.mktemp("kept") / "scores.bin"
-    compress(source, [AttributionModifier(channel_metric="fisher", save_scores=str(path))])
+    compress(source, [AttributionModifier(channel_metric="fisher", layer_noise=1.0, save_scores=str(path))])
     return path
 
 
 def test_fed_back_scores_give_the_same_model_without_data(source: Path, tmp_path: Path):
     path = tmp_path / "scores.bin"
-    recipe = [AttributionModifier(save_scores=str(path)), *pruning()[1:]]
+    recipe = [AttributionModifier(save_scores=str(path), **paper_method.ATTRIBUTION), *pruning()[1:]]
     measured = compress(source, recipe, output_dir=str(tmp_path / "measured"))
     again = compress(source, fed_back(path), dataset=None, output_dir=str(tmp_path / "again"))
     assert widths(again) == widths(measured)
     assert torch.equal(logits(again), logits(measured))
     kept, provenance = load_scores(path)
     for folder in ("measured", "again"):
-        beside, measured_on = load_scores(tmp_path / folder / BESIDE_CHECKPOINT)
+        beside, measured_on = load_scores(tmp_path / folder / SCORES_NAME)
         assert measured_on == provenance
         assert torch.equal(beside.channels_LEI, kept.channels_LEI)
 
 
 def test_scores_beside_a_checkpoint_serve_another_sparsity_and_quantizer(source: Path, tmp_path: Path):
     compress(source, pruning(0.25), output_dir=str(tmp_path / "out"))
-    path = tmp_path / "out" / BESIDE_CHECKPOINT
+    path = tmp_path / "out" / SCORES_NAME
     recipe = [*fed_back(path, 0.5), QuantizationModifier(**W4_GROUP_64)]
     again = compress(source, recipe, dataset=None)
     direct = compress(source, [*pruning(0.5), QuantizationModifier(**W4_GROUP_64)])
@@ -124,29 +124,31 @@ def test_damaged_or_absent_scores(pristine, kept: Path, tmp_path: Path):
 
 def test_a_metric_that_the_file_does_not_hold(pristine, kept: Path, tmp_path: Path):
     message = refusal(pristine, fed_back(kept, channel_metric="activation"), tmp_path / "out")
-    assert "holds fisher scores and the recipe asks for activation" in message
+    assert "has fisher scores, but channel_metric='activation' is set" in message
 
 
 def test_an_importance_that_the_file_does_not_hold(pristine, source: Path, tmp_path: Path):
     path = tmp_path / "plain.bin"
-    compress(source, [AttributionModifier(layer_noise=None, save_scores=str(path))])
+    compress(source, [AttributionModifier(channel_metric="activation", save_scores=str(path))])
     message = refusal(pristine, fed_back(path, expert_importance="nll_squared"), tmp_path / "out")
-    assert "do not hold nll_squared" in message
-    recipe = [AttributionModifier(scores=str(path)), CoverageModifier(sparsity=0.25), ChannelPruningModifier()]
-    assert "do not hold the loss of fading layers" in refusal(pristine, recipe, tmp_path / "out")
+    assert "do not contain nll_squared" in message
+    coverage = CoverageModifier(sparsity=0.25, **paper_method.COVERAGE)
+    recipe = [AttributionModifier(scores=str(path)), coverage, ChannelPruningModifier(reconstruct=False)]
+    assert "do not contain the importance of layers" in refusal(pristine, recipe, tmp_path / "out")
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_measuring(pristine, tmp_path: Path):
-    for path in (tmp_path, tmp_path / "absent" / "scores.bin"):
-        recipe = [AttributionModifier(save_scores=str(path)), *pruning()[1:]]
-        assert "cannot be written" in refusal(pristine, recipe, tmp_path / "out")
+def test_a_file_that_cannot_be_written_stops_the_run_before_measuring(pristine, tmp_path: Path):
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path, "is a directory"), (tmp_path / "file" / "scores", "cannot be created")):
+        recipe = [AttributionModifier(save_scores=str(path)), CoverageModifier(sparsity=0.25)]
+        assert reason in refusal(pristine, recipe, tmp_path / "out")
 
 
 def test_reconstruction_still_needs_data(pristine, kept: Path, tmp_path: Path):
     recipe = [
         AttributionModifier(scores=str(kept)),
-        CoverageModifier(sparsity=0.25, scope="global"),
-        AlignmentModifier(block_size=BLOCK, strategy="blocks"),
-        ChannelPruningModifier(reconstruct=True),
+        CoverageModifier(sparsity=0.25),
+        AlignmentModifier(block_size=BLOCK),
+        ChannelPruningModifier(),
     ]
     assert "calibration set is empty" in refusal(pristine, recipe, tmp_path / "out", dataset=None)

@@ -1,4 +1,4 @@
-"""The toolkit's other quantizers and schemes after our pruning: exact when loaded again, or refused in words."""
+"""The toolkit's other quantizers and schemes after our pruning: exact when loaded again, or a clear error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def preset(scheme: str) -> QuantizationModifier:
 
 
 def pruned_away(**options: Any) -> list[Modifier]:
-    """Our modifiers, which remove whole experts here and draw nothing."""
+    """Our modifiers, at a sparsity that removes experts, without pictures."""
     *others, pruning_modifier = pruning(0.6, **options)
     return [*others, pruning_modifier.model_copy(update={"pictures": False})]
 
@@ -73,7 +73,7 @@ def test_loads_as_it_was_in_memory(one_layer: Path, tmp_path: Path, name: str):
     output = tmp_path / "out"
     model = compress(one_layer, [*pruned_away(), *EXACT[name]()], output_dir=str(output))
     assert 0 in flat_widths(model)
-    # on CPUs that multiply bfloat16, AutoRound leaves what it does not quantize in that, and the model cannot run
+    # on CPUs that multiply bfloat16, AutoRound leaves other weights in it, and the model cannot run
     assert torch.equal(logits(load(output)), logits(model.float()))
 
 
@@ -91,14 +91,14 @@ FLOAT8: dict[str, Any] = {
     ("name", "dtype"), [*((name, torch.float32) for name in FLOAT8), ("all_linear", torch.bfloat16)], ids=str
 )
 def test_float8(tmp_path: Path, log: list[str], name: str, dtype: torch.dtype):
-    """Stored as engines read it, and loaded as it was in memory; ``load`` leaves activations alone and says so."""
+    """Stored as engines read it, and loaded as it was in memory; ``load`` warns that activations stay unquantized."""
     source = save_tiny(tmp_path / "source", dtype=dtype, num_hidden_layers=1)
     output = tmp_path / "out"
     attribution, coverage, alignment, cut = pruned_away()
     exact = alignment.model_copy(update={"block_size": 1})
     model = compress(source, [attribution, coverage, exact, cut, *FLOAT8[name]()], output_dir=str(output))
     assert 0 in flat_widths(model)
-    assert any(width % 2 for width in flat_widths(model)), "a scale belongs to a row, so any width is one"
+    assert any(width % 2 for width in flat_widths(model)), "a scale is for one row, so any width is possible"
     assert not any("no engine" in line for line in log)
     stored = load_file(output / "model.safetensors")
     quantized = {key.removesuffix("_scale") for key in stored if key.endswith("weight_scale")}
@@ -117,7 +117,7 @@ def test_float8(tmp_path: Path, log: list[str], name: str, dtype: torch.dtype):
 
 
 def test_float8_in_a_later_run(one_layer: Path, tmp_path: Path):
-    """A quantizer alone, on a checkpoint that was pruned before; it asks for no data, and gets none."""
+    """A quantizer alone, on a checkpoint that was pruned before; it needs no data, and gets none."""
     compress(one_layer, pruned_away(), output_dir=str(tmp_path / "pruned"))
     at_once = compress(one_layer, [*pruned_away(), preset("FP8_DYNAMIC")])
     later = oneshot(model=load(tmp_path / "pruned"), recipe=preset("FP8_DYNAMIC"), output_dir=str(tmp_path / "out"))
@@ -143,7 +143,7 @@ def test_quantized_activations_in_a_later_run(one_layer: Path, tmp_path: Path):
 
 
 def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Path, tmp_path: Path, log: list[str]):
-    """They are left to the kernels of engines; ``load`` leaves them out and says so."""
+    """They run in the kernels of engines; ``load`` leaves them out and warns."""
     attention = weights("re:.*self_attn.*_proj$", type="float", num_bits=8, strategy="channel", group_size=None)
     experts = weights("re:.*experts.*_proj$")
     mixed = quantizer(attention | BY_TOKEN, experts)
@@ -168,7 +168,7 @@ def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Pat
     ids=["W8A16", "NVFP4A16", "float8_weights_only"],
 )
 def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], modifier, reason):
-    """Told before anything is calibrated, here before the refusal of an output directory that is not empty."""
+    """The warning comes before anything is calibrated, here before the error about the output directory."""
     (tmp_path / "here").touch()
     refusal(pristine, [*pruning(block_size=128), modifier], tmp_path)
     assert any(f"gives experts {reason}" in line and "load() opens but no engine" in line for line in log)
@@ -195,7 +195,9 @@ def test_quantized_cache(one_layer: Path, tmp_path: Path, log: list[str], with_w
 def test_rotations(pristine: PreTrainedModel, tmp_path: Path, rotating: Any, first: bool):
     recipe: list[Modifier] = [rotating(), *pruning()] if first else [*pruning(), rotating(), quantizer(weights())]
     message = refusal(pristine, recipe, tmp_path / "out")
-    assert re.search(r"^(SpinQuant|QuIP)Modifier rotates what routers and experts read but no router", message)
+    assert re.search(
+        r"^(SpinQuant|QuIP)Modifier rotates the input of routers and experts but not the routers", message
+    )
 
 
 def test_rotations_in_a_later_run(one_layer: Path, tmp_path: Path):
@@ -206,7 +208,7 @@ def test_rotations_in_a_later_run(one_layer: Path, tmp_path: Path):
 
 
 def test_awq_without_an_accelerator(pristine: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It would stop at its first layer, when all of the scores have been measured."""
+    """It would stop at its first layer, after all scores have been measured."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     message = refusal(pristine, [*pruning(), AWQModifier(), quantizer(weights())], tmp_path / "out")
     assert re.search(r"AWQModifier runs on an accelerator only.*use GPTQModifier", message)

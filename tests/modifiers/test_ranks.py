@@ -1,4 +1,4 @@
-"""Data-parallel calibration in real processes: two ranks come to the plan of one."""
+"""Data-parallel calibration in real processes: two ranks make the plan of one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_two_ranks_come_to_the_plan_of_one(source: Path, tmp_path: Path):
-    """Before that they are dealt the same samples, which is refused."""
+def test_two_ranks_make_the_plan_of_one(source: Path, tmp_path: Path):
+    """Before that, both ranks get the same samples, which stops with an error."""
     rank_worker.main(str(source), str(tmp_path))
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

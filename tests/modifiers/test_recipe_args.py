@@ -1,4 +1,4 @@
-"""``oneshot(recipe_args=...)`` overrides our options by name, and what is written shows the values used."""
+"""``oneshot(recipe_args=...)`` overrides our options by name, and the written recipe has the values used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AS_LIST = [f"{name}={value}" for name, value in AS_MAPPING.items()]
 
 
 def written(output: Path) -> list[dict[str, dict[str, Any]]]:
-    """What recipe.yaml and the provenance say, each as modifier name -> options."""
+    """The options of each modifier in recipe.yaml and in the provenance."""
     stages = yaml.safe_load((output / "recipe.yaml").read_text())
     recipe = {
         name: options for stage in stages.values() for group in stage.values() for name, options in group.items()

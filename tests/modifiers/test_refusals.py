@@ -1,8 +1,7 @@
-"""Mistakes are told in one sentence, before anything is calibrated, changed or written."""
+"""Mistakes stop a run with one sentence, before anything is calibrated, changed or written."""
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections import namedtuple
@@ -17,7 +16,6 @@ from llmcompressor.core import LifecycleCallbacks, active_session, reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import (
@@ -29,6 +27,7 @@ from moe_coverage_plugin import (
     load,
 )
 from moe_coverage_plugin.manifest import REPORT_NAME
+from tests import paper_method
 from tests.modifiers.harness import (
     BLOCK,
     CHANNELS,
@@ -77,7 +76,7 @@ def test_wrong_order(pristine: PreTrainedModel, output: Path, order: tuple[int, 
 def test_alignment_after_pruning_would_do_nothing(pristine: PreTrainedModel, output: Path):
     attribution, coverage, alignment, channel_pruning = pruning()
     message = refusal(pristine, [attribution, coverage, channel_pruning, alignment], output)
-    assert "AlignmentModifier stands after ChannelPruningModifier" in message
+    assert "AlignmentModifier is after ChannelPruningModifier" in message
 
 
 def test_pruning_twice(pristine: PreTrainedModel, output: Path):
@@ -94,17 +93,17 @@ def test_pruning_twice(pristine: PreTrainedModel, output: Path):
         ("AcAcP", "CoverageModifier"),
     ],
 )
-def test_plans_that_nobody_takes(pristine: PreTrainedModel, output: Path, order: str, idle: str):
-    """Of two plans the last is cut, and the other was written for something."""
+def test_plans_that_no_modifier_uses(pristine: PreTrainedModel, output: Path, order: str, idle: str):
+    """Only the last plan would be used, and the other one was written for some purpose."""
     made = {
         "A": AttributionModifier,
-        "c": lambda: CoverageModifier(sparsity=0.25, inter_layer="uniform"),
-        "C": lambda: CoverageModifier(sparsity=0.5, inter_layer="uniform"),
-        "a": lambda: AlignmentModifier(block_size=BLOCK, min_width=BLOCK),
+        "c": lambda: CoverageModifier(sparsity=0.25),
+        "C": lambda: CoverageModifier(sparsity=0.5),
+        "a": lambda: AlignmentModifier(block_size=BLOCK),
         "P": ChannelPruningModifier,
     }
     message = refusal(pristine, [made[letter]() for letter in order], output)
-    assert re.search(rf"plan of {idle}, .*ChannelPruningModifier cuts .*remove", message)
+    assert re.search(rf"plan of {idle}, .*ChannelPruningModifier uses .*remove", message)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -113,12 +112,12 @@ def test_quantizer_before_pruning(source: Path, output: Path, quantizer: type, p
     recipe = pruning()
     recipe.insert(position, quantizer(**W4_GROUP_64))
     message = refusal(source, recipe, output)  # quantizers add scales when they initialize: a model of its own
-    assert re.search(rf"{quantizer.__name__} stands before .*prune first, then quantize", message)
+    assert re.search(rf"{quantizer.__name__} is before .*prune first, then quantize", message)
 
 
 def test_reap_after_pruning(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, [*pruning(), REAPPruningModifier(sparsity=0.25)], output)
-    assert re.search("REAPPruningModifier stands after .*put it before AttributionModifier", message)
+    assert re.search("REAPPruningModifier is after .*put it before AttributionModifier", message)
 
 
 @pytest.mark.parametrize("position", [1, 2, 3])
@@ -138,7 +137,7 @@ def test_shared_pass_with_a_quantizer(pristine: PreTrainedModel, output: Path, q
     assert re.search(rf"one calibration pass with {quantizer.__name__}.*pipeline=\"independent\"", message)
 
 
-def test_matrices_that_outgrow_the_memory(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
+def test_matrices_larger_than_the_memory(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
     free = namedtuple("Memory", ["available"])(2**10)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     message = refusal(pristine, [AttributionModifier(channel_metric="obs"), *pruning()[1:]], output)
@@ -175,12 +174,6 @@ def test_shared_pass_of_our_modifiers_alone_gives_the_same_widths(source: Path):
 # --- budgets and blocks
 
 
-@pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5, math.nan, math.inf])
-def test_sparsity_out_of_range(pristine: PreTrainedModel, output: Path, sparsity: float):
-    message = refusal(pristine, pruning(sparsity), output)
-    assert re.search(rf"sparsity is {sparsity}, it must be at least 0 and below 1", message)
-
-
 @pytest.mark.parametrize("block_size", [None, BLOCK])
 def test_budget_below_top_k_names_a_sparsity_that_works(source: Path, output: Path, block_size: int | None):
     message = refusal(open_linear(source), pruning(0.9999, block_size), output)
@@ -190,7 +183,7 @@ def test_budget_below_top_k_names_a_sparsity_that_works(source: Path, output: Pa
     assert all(sum(width > 0 for width in layer) >= TOP_K for layer in kept)
 
 
-@pytest.mark.parametrize("block_size", [0, -64, 48, 512])
+@pytest.mark.parametrize("block_size", [48, 512])
 def test_block_size_that_does_not_divide(pristine: PreTrainedModel, output: Path, block_size: int):
     message = refusal(pristine, pruning(block_size=block_size), output)
     assert re.search(
@@ -198,18 +191,19 @@ def test_block_size_that_does_not_divide(pristine: PreTrainedModel, output: Path
     )
 
 
-@pytest.mark.parametrize("min_width", [CHANNELS + BLOCK, -1, BLOCK + 1])
-def test_min_width_out_of_range(pristine: PreTrainedModel, output: Path, min_width: int):
+def test_min_width_above_the_expert_width(pristine: PreTrainedModel, output: Path):
     attribution, coverage, _, channel_pruning = pruning()
-    alignment = AlignmentModifier(block_size=BLOCK, min_width=min_width)
+    alignment = AlignmentModifier(block_size=BLOCK, min_width=CHANNELS + BLOCK, **paper_method.ALIGNMENT)
     message = refusal(pristine, [attribution, coverage, alignment, channel_pruning], output)
-    assert re.search(rf"(minimum width|min_width is) {min_width}\b", message)
+    assert re.search(r"min_width=320 is above the expert width 256.*lower it", message)
 
 
-def test_uniform_layout_where_shared_experts_take_the_width_of_routed_ones(tmp_path: Path, output: Path):
+def test_uniform_layout_if_shared_experts_have_the_width_of_routed_ones(tmp_path: Path, output: Path):
     model = open_linear(add_tokenizer(save_tiny(tmp_path / "glm4_moe", "glm4_moe")))
     message = refusal(model, pruning(0.25, layout="uniform"), output)
-    assert re.search("layout='uniform'.*Glm4MoeForCausalLM also sizes its shared experts by.*'ragged'", message)
+    assert re.search(
+        "layout='uniform'.*Glm4MoeForCausalLM also takes the size of its shared experts.*'ragged'", message
+    )
 
 
 def test_uniform_layout_below_one_block(pristine: PreTrainedModel, output: Path):
@@ -221,8 +215,8 @@ def test_uniform_layout_below_one_block(pristine: PreTrainedModel, output: Path)
 
 
 @pytest.mark.parametrize("layout", ["padded", "uniform"])
-def test_one_width_for_all_and_layers_left_whole(pristine: PreTrainedModel, output: Path, layout: str):
-    """Case 28: one global width and layers that keep theirs contradict each other."""
+def test_one_width_for_all_and_layers_left_unpruned(pristine: PreTrainedModel, output: Path, layout: str):
+    """Case 28: one width for the model contradicts layers that keep theirs."""
     message = refusal(pristine, pruning(layout=layout, ignore=["model.layers.0"]), output)
     assert re.search(f"layout='{layout}'.*ignore.*layout='ragged'", message)
 
@@ -255,9 +249,9 @@ def test_groups_that_do_not_divide_the_hidden_size(tmp_path: Path, output: Path)
 
 @pytest.mark.parametrize("channels", [336, 344])
 def test_groups_that_do_not_divide_a_dense_layer(tmp_path: Path, output: Path, channels: int):
-    """Case 5: a dense first layer has a width of its own, and is named before the quantizer would stop at it.
+    """Case 5: a dense first layer has another width, and the error names it before the quantizer runs.
 
-    336 and 344 are to groups of 64 what 10944 is to groups of 128.
+    336 and 344 are not multiples of 64, as the 10944 of real models is not a multiple of 128.
     """
     source = add_tokenizer(save_tiny(tmp_path / "model", "glm4_moe", intermediate_size=channels))
     message = refusal(source, [*pruning(), quantizer_of(64)], output)
@@ -271,7 +265,7 @@ def test_groups_that_do_not_divide_a_dense_layer(tmp_path: Path, output: Path, c
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("target", ["re:.*self_attn.*", r"re:.*layers\.0\.mlp\.experts.*", "re:.*expert.*w1$"])
 def test_targets_that_leave_experts_out(pristine: PreTrainedModel, output: Path, quantizer: type, target: str):
-    """Case 22: targets that match none of a layer's experts leave nearly all weights in 16 bits, without a word."""
+    """Case 22: without this check, targets that match no expert leave nearly all weights in 16 bits silently."""
     group = W4_GROUP_64["config_groups"]["group_0"] | {"targets": ["re:.*q_proj$", target]}
     recipe = [*pruning(), quantizer(config_groups={"group_0": group}, ignore=["lm_head"])]
     message = refusal(pristine, recipe, output)
@@ -280,8 +274,8 @@ def test_targets_that_leave_experts_out(pristine: PreTrainedModel, output: Path,
     )
 
 
-def test_experts_may_be_left_out_in_words(source: Path):
-    """Case 22: the same where the recipe says that experts shall stay, or another quantizer takes them."""
+def test_experts_may_be_left_out_explicitly(source: Path):
+    """Case 22: targets may match no expert if ignore names the experts, or another quantizer takes them."""
     weights = W4_GROUP_64["config_groups"]["group_0"]
     attention = {"config_groups": {"group_0": weights | {"targets": ["re:.*self_attn.*_proj$"]}}}
     compress(source, [*pruning(), QuantizationModifier(**attention, ignore=["re:.*experts.*"])])
@@ -305,8 +299,8 @@ def test_ignore_that_hits_part_of_a_layer(pristine: PreTrainedModel, output: Pat
     )
 
 
-def test_layers_that_stay_whole_are_looked_at_too(shared_expert_source: Path, output: Path):
-    """Case 9, case 11: a layer that no channel is taken from is no exception to the rules for quantizers."""
+def test_unpruned_layers_are_checked_too(shared_expert_source: Path, output: Path):
+    """Case 9, case 11: the rules for quantizers also hold for layers that are left unpruned."""
     model = open_linear(shared_expert_source)
     routes = quantizer_of(ignore=("lm_head", r"re:.*layers\.1\..*shared_expert_gate$"))
     message = refusal(model, [*pruning(ignore=["model.layers.0"]), routes], output)
@@ -317,7 +311,7 @@ def test_layers_that_stay_whole_are_looked_at_too(shared_expert_source: Path, ou
 
 
 def test_quantizer_that_touches_the_shared_gate(shared_expert_source: Path, output: Path):
-    """Case 9: the gate of one output before shared experts is never quantized; what is refused names the way out."""
+    """Case 9: the gate of shared experts is never quantized, and the error says how to leave it out."""
     model = open_linear(shared_expert_source)
     message = refusal(model, [*pruning(), quantizer_of(64)], output)
     assert re.search(r'would quantize model\.layers\.0\.mlp\.shared_expert_gate.*add "(\S+)" to its ignore', message)
@@ -342,7 +336,7 @@ def test_quantized_model(source: Path, output: Path):
 
 
 def test_no_dataset(pristine: PreTrainedModel, output: Path):
-    """Case 31: without calibration data nothing is pruned; all scores would be zero."""
+    """Case 31: without calibration data all scores would be zero, so nothing is pruned."""
     assert re.search("calibration set is empty.*dataset=", refusal(pristine, pruning(), output, dataset=None))
 
 
@@ -361,33 +355,33 @@ def test_samples_without_tokens(pristine: PreTrainedModel, output: Path):
 @pytest.mark.parametrize(
     ("attribution", "option"),
     [
-        ({"channel_metric": "fisher", "layer_noise": None}, "channel_metric='fisher'"),
-        ({"expert_importance": "nll_squared", "layer_noise": None}, "expert_importance='nll_squared'"),
-        ({"layer_noise": 0.5}, "layer_noise=0.5"),
+        ({"channel_metric": "fisher"}, "channel_metric='fisher'"),
+        ({"channel_metric": "activation", "expert_importance": "nll_squared"}, "expert_importance='nll_squared'"),
+        ({"channel_metric": "activation", "layer_noise": 0.5}, "layer_noise=0.5"),
     ],
 )
 def test_no_token_to_predict(
     pristine: PreTrainedModel, output: Path, silent: str, attribution: dict[str, Any], option: str
 ):
-    """Case 31: gradients of no loss are zeros, which would prune at random."""
+    """Case 31: gradients of no loss are zero, which would prune at random."""
     data = token_batches(samples=4, length=1 if silent == "length" else 8)
     if silent == "labels":
         data = data.add_column("labels", [[-100] * 8] * 4)
     recipe = [AttributionModifier(**attribution), *pruning()[1:]]
     message = refusal(pristine, recipe, output, dataset=data)
-    assert re.search(rf"no token .* to predict.*{option}.*labels.*-100", message)
+    assert re.search(rf"no token .* to predict.*{option}.*label.*-100", message)
 
 
-def test_no_token_to_predict_matters_only_where_a_loss_is_measured(source: Path):
-    recipe = [AttributionModifier(layer_noise=None), *pruning(0.25, None)[1:]]
+def test_no_token_to_predict_matters_only_if_a_loss_is_measured(source: Path):
+    recipe = [AttributionModifier(channel_metric="activation"), *pruning(0.25, None)[1:]]
     compress(source, recipe, dataset=token_batches(samples=4, length=1))
 
 
 def test_no_token_to_predict_in_the_batches_that_measure_layers(pristine: PreTrainedModel, output: Path):
-    """Case 31: of batches that do predict, the first may not, and layers are measured by the first alone."""
+    """Case 31: layers are measured by the first batches only, which may predict no token although others do."""
     labels = [[-100] * 8 if row < 2 else [5] * 8 for row in range(4)]
     data = token_batches(samples=4, length=8).add_column("labels", labels)
-    recipe = [AttributionModifier(layer_batches=2), *pruning()[1:]]
+    recipe = [AttributionModifier(layer_batches=2, **paper_method.ATTRIBUTION), *pruning()[1:]]
     message = refusal(pristine, recipe, output, dataset=data)
     assert re.search(r"first 2 .*no token .* to predict.*layer_noise=1.0.*layer_batches", message)
 
@@ -406,13 +400,13 @@ def test_ignore_that_leaves_nothing(pristine: PreTrainedModel, output: Path):
 
 def test_ignore_that_matches_nothing(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, pruning(ignore=["model.layers.7"]), output)
-    assert re.search(r"'model\.layers\.7' matches no MoE layer, the blocks are model\.layers\.0\.mlp", message)
+    assert re.search(r"'model\.layers\.7' matches no MoE layer, the layers are model\.layers\.0\.mlp", message)
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])
 @pytest.mark.parametrize("reopened", [False, True])
 def test_model_pruned_before(source: Path, tmp_path: Path, output: Path, layout: str, reopened: bool):
-    """Equal widths are not the original ones: the card would name what the second run removed only."""
+    """Equal widths do not tell that a model is unpruned, and its card would show only what the second run removed."""
     model = compress(source, pruning(layout=layout), output_dir=str(tmp_path / "first"))
     if reopened:
         (tmp_path / "first" / REPORT_NAME).unlink()
@@ -420,8 +414,8 @@ def test_model_pruned_before(source: Path, tmp_path: Path, output: Path, layout:
     assert re.search("a model that was pruned before.*prune the original model", refusal(model, pruning(), output))
 
 
-def test_model_of_equal_widths_pruned_in_turn_and_then_again(source: Path, output: Path):
-    """The last run pruned other layers, and its layout says nothing."""
+def test_model_of_equal_widths_pruned_in_two_runs_and_then_again(source: Path, output: Path):
+    """The record of the last run names only the layers that it pruned."""
     even = {"sparsity": 0.5, "block_size": None, "intra_layer": "uniform"}
     first = compress(source, pruning(ignore=["model.layers.0"], **even))
     model = compress(first, pruning(ignore=["model.layers.1"], **even))
@@ -450,14 +444,14 @@ def test_output_is_a_file(pristine: PreTrainedModel, tmp_path: Path):
     assert "choose another directory" in refusal(pristine, pruning(), tmp_path / "file")
 
 
-def test_scores_kept_where_the_checkpoint_goes(pristine: PreTrainedModel, tmp_path: Path, monkeypatch):
-    """A file there would make the directory one that is not empty, when hours later the checkpoint is written."""
+def test_scores_saved_into_the_output(pristine: PreTrainedModel, tmp_path: Path, monkeypatch):
+    """The output would not be empty when the checkpoint is written, hours later."""
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
     for path in ("out/scores.bin", str(tmp_path / "out" / "scores.bin"), "out/../out/scores.bin"):
-        recipe = [AttributionModifier(save_scores=path), *pruning()[1:]]
+        recipe = [AttributionModifier(save_scores=path, **paper_method.ATTRIBUTION), *pruning()[1:]]
         message = refusal(pristine, recipe, tmp_path / "out")
-        assert re.search(r"save_scores=\S+scores.bin lies in the output \S+out, .* beside", message)
+        assert re.search(r"save_scores=\S+scores.bin is in the output \S+out, .* beside", message)
 
 
 def test_disk_too_small(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
@@ -470,17 +464,10 @@ def test_disk_too_small(pristine: PreTrainedModel, output: Path, monkeypatch: py
 
 
 def test_loss_prior_without_measured_loss(pristine: PreTrainedModel, output: Path):
-    recipe = [AttributionModifier(layer_noise=None), *pruning(inter_layer="coverage")[1:]]
+    recipe = [AttributionModifier(), *pruning(inter_layer="coverage")[1:]]
     assert re.search("inter_layer='coverage'.*layer_noise=None.*set.*layer_prior", refusal(pristine, recipe, output))
-    recipe = [AttributionModifier(layer_noise=None), *pruning(inter_layer="loss")[1:]]
+    recipe = [AttributionModifier(), *pruning(inter_layer="loss")[1:]]
     assert re.search("inter_layer='loss'.*layer_noise=None.*set", refusal(pristine, recipe, output))
-
-
-@pytest.mark.parametrize("option", [{"layer_noise": 0.0}, {"layer_noise": 1.5}, {"layer_batches": 0}, {"ema": 1.0}])
-def test_attribution_option_out_of_range(pristine: PreTrainedModel, output: Path, option: dict[str, float]):
-    name, value = next(iter(option.items()))
-    message = refusal(pristine, [AttributionModifier(**option), *pruning()[1:]], output)
-    assert message.startswith(f"{name} is {value}")
 
 
 def test_unknown_recipe_args(pristine: PreTrainedModel, output: Path):
@@ -496,25 +483,4 @@ def test_recipe_args_of_a_wrong_value(pristine: PreTrainedModel, output: Path, v
 
 def test_recipe_args_of_an_unknown_choice(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, pruning(), output, recipe_args={"layout": "flat"})
-    assert re.search("layout.*flat.*'ragged', 'padded' or 'uniform'", message)
-
-
-@pytest.mark.parametrize(
-    ("modifier", "field", "choice"),
-    [
-        (AttributionModifier, "channel_metric", "weight_activation"),
-        (AttributionModifier, "expert_importance", "second_order"),
-        (CoverageModifier, "inter_layer", "u_shaped"),
-        (CoverageModifier, "intra_layer", "topk_channel"),
-        (CoverageModifier, "layer_prior", "uniform"),
-        (CoverageModifier, "expert_prior", "router_weight"),
-        (CoverageModifier, "smoothing", "huber"),
-        (AlignmentModifier, "rule", "l-r-s"),
-        (ChannelPruningModifier, "layout", "padded"),
-    ],
-)
-def test_unknown_choice_names_the_known(modifier: type, field: str, choice: str):
-    required = {"sparsity": 0.25} if modifier is CoverageModifier else {}
-    with pytest.raises(ValidationError, match=choice):
-        modifier(**required | {field: "nonsense"})
-    getattr(modifier(**required | {field: choice}), field)
+    assert re.search("layout='flat' of ChannelPruningModifier must be one of ragged, padded, uniform", message)

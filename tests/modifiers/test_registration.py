@@ -1,4 +1,4 @@
-"""Importing the package makes the modifiers known to the toolkit, however often and in whatever order."""
+"""Importing the package registers the modifiers with the toolkit, in any order and any number of times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_unknown_attribute():
         moe_coverage_plugin.Pruner  # noqa: B018 - the access is the test
 
 
-def test_costs_nothing_without_the_toolkit():
+def test_imports_nothing_without_the_toolkit():
     code = (
         "import importlib.util, sys; find = importlib.util.find_spec;"
         "importlib.util.find_spec = lambda name, *a: None if name == 'llmcompressor' else find(name, *a);"
@@ -55,7 +55,7 @@ def test_costs_nothing_without_the_toolkit():
     "module", ["modeling.moe_layers", "calibration.observer", "checkpoint.loading", "modifiers.alignment"]
 )
 def test_any_module_may_be_imported_first(module: str):
-    """The toolkit, imported by one of our modules, has our modifiers imported, which need that module."""
+    """Importing the toolkit imports our modifiers, which need the module that is being imported."""
     command = [sys.executable, "-c", f"import moe_coverage_plugin.{module}"]
     root = Path(moe_coverage_plugin.__file__).parents[1]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What one run does to a model, what it says and writes, and what the next run inherits: nothing."""
+"""What one run does to a model, logs and writes, and that the next run is independent of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from llmcompressor.pipelines import CalibrationPipeline
 from torch.utils.data import DataLoader
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, CoverageModifier, Manifest, load
-from moe_coverage_plugin.modifiers.attribution import TOKEN_FLOOR
-from moe_coverage_plugin.modifiers.channel_pruning import model_bytes
+from moe_coverage_plugin.core.scores import TOKEN_FLOOR
+from moe_coverage_plugin.modifiers.output_checks import model_bytes
+from tests import paper_method
 from tests.modifiers.harness import (
     BLOCK,
     CHANNELS,
@@ -39,12 +40,12 @@ def report_of(output: Path) -> dict:
     return json.loads((output / REPORT).read_text())
 
 
-# --- layers left whole
+# --- layers left unpruned
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.0", "model.layers.0.mlp.experts", r"re:.*layers\.0\..*"])
-def test_ignored_layer_stays_whole(source: Path, tmp_path: Path, pattern: str):
-    """Case 28: a layer that was left whole is whole in the manifest, which has no one number for all layers."""
+def test_ignored_layer_stays_unpruned(source: Path, tmp_path: Path, pattern: str):
+    """Case 28: the manifest has the full width of a layer that was left unpruned."""
     model = compress(source, pruning(0.5, None, ignore=[pattern]), output_dir=str(tmp_path / "out"))
     manifest = Manifest.from_checkpoint(tmp_path / "out")
     assert manifest.widths[EXPERTS_NAME.format(0)] == [CHANNELS] * EXPERTS
@@ -67,15 +68,15 @@ def test_layers_pruned_in_turn(source: Path, tmp_path: Path):
 def test_layouts_that_cannot_remove_experts(source: Path, tmp_path: Path, layout: str, log: list[str]):
     output = tmp_path / "out"
     ragged = compress(source, pruning(0.5))
-    dropped = sum(layer.count(0) for layer in widths(ragged))
-    assert dropped > 0, "the plan must drop experts for this test to mean something"
+    removed = sum(layer.count(0) for layer in widths(ragged))
+    assert removed > 0, "this test needs a plan that removes experts"
     model = compress(source, pruning(0.5, layout=layout), output_dir=str(output))
     manifest = Manifest.from_checkpoint(output)
     assert len(manifest.distinct_widths) == 1
     assert not manifest.removed_experts
-    assert report_of(output)["experts_kept_for_layout"] == dropped
+    assert report_of(output)["experts_kept_for_layout"] == removed
     kept = BLOCK if layout == "padded" else manifest.distinct_widths[0]
-    assert f"WARNING layout='{layout}' cannot remove experts: {dropped} keep {kept} channels instead of none" in log
+    assert f"WARNING layout='{layout}' cannot remove experts: {removed} keep {kept} channels instead of none" in log
     if layout == "uniform":
         assert manifest.distinct_widths == [CHANNELS // 2]
     else:
@@ -84,7 +85,7 @@ def test_layouts_that_cannot_remove_experts(source: Path, tmp_path: Path, layout
 
 
 def test_uniform_layout_spends_what_alignment_could_not(source: Path):
-    alignment = AlignmentModifier(block_size=BLOCK, min_width=CHANNELS // 2)
+    alignment = AlignmentModifier(block_size=BLOCK, min_width=CHANNELS // 2, **paper_method.ALIGNMENT)
     attribution, coverage, _, channel_pruning = pruning(0.5, layout="uniform")
     model = compress(source, [attribution, coverage, alignment, channel_pruning])
     assert sum(alignment.plan.widths_LE.flatten().tolist()) < LAYERS * EXPERTS * CHANNELS // 2
@@ -104,26 +105,26 @@ def test_ragged_reports_no_expert_kept_for_the_layout(source: Path, tmp_path: Pa
     assert report_of(tmp_path / "out")["experts_kept_for_layout"] == 0
 
 
-# --- what is said
+# --- the log
 
 
 def test_log_says_what_was_pruned(source: Path, log: list[str]):
     model = compress(source, pruning(0.5))
     flat = flat_widths(model)
     total = LAYERS * EXPERTS * CHANNELS
-    said = next(line for line in log if "Pruned" in line)
-    assert f"Pruned {total - sum(flat)} of {total} expert channels and {flat.count(0)} whole experts" in said
+    line = next(line for line in log if "Removed" in line)
+    assert f"Removed {total - sum(flat)} of {total} expert channels and {flat.count(0)} experts" in line
     assert f"Coverage keeps {total // 2} of {total} expert channels" in "\n".join(log)
 
 
 def test_log_says_bytes_before_and_after(source: Path, tmp_path: Path, log: list[str]):
-    """Case 22: what a run saved is said in bytes, so that a step that did nothing does not go unseen."""
+    """Case 22: a step that did nothing is visible in the bytes before and after."""
     before = model_bytes(open_linear(source))
     model = compress(source, pruning(0.5), output_dir=str(tmp_path / "out"))
     after = model_bytes(model)
     assert after < before
-    said = f"{before / 2**20:.1f} MiB of weights became {after / 2**20:.1f}"
-    assert any(said in line for line in log)
+    sizes = f"{before / 2**20:.1f} MiB of weights became {after / 2**20:.1f}"
+    assert any(sizes in line for line in log)
     stored = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert f"INFO Saved {tmp_path / 'out'}: {stored / 2**20:.1f} MiB of weights" in log
 
@@ -136,13 +137,13 @@ def test_experts_without_a_token_are_named(source: Path, tmp_path: Path, log: li
     assert unreached, "two tokens reach at most four of eight experts"
     for name, experts in unreached.items():
         assert len(experts) >= EXPERTS - 4
-        assert f"WARNING No calibration token reached experts {experts} of {name}: they score zero" in log
-        tokens = report_of(tmp_path / "out")["blocks"][name]["tokens"]
+        assert f"WARNING No calibration token reached experts {experts} of {name}: their scores are zero" in log
+        tokens = report_of(tmp_path / "out")["layers"][name]["tokens"]
         assert [expert for expert, count in enumerate(tokens) if count == 0] == experts
 
 
 def test_experts_with_few_tokens_are_named(source: Path, log: list[str]):
-    """Case 17: there is a floor of tokens below which the scores of an expert are said to be uncertain."""
+    """Case 17: a warning names experts whose scores are uncertain because they had few tokens."""
     attribution, *others = pruning(0.1, None)
     compress(source, [attribution, *others], dataset=token_batches(samples=4, length=TOKEN_FLOOR))
     tokens_LE = attribution.measured.tokens_LE
@@ -155,16 +156,16 @@ def test_experts_with_few_tokens_are_named(source: Path, log: list[str]):
         assert any(line.startswith(warning) for line in log) == bool(few)
 
 
-# --- what is measured
+# --- measurements
 
 
 def test_shuffled_and_padded_batches_leave_padding_out(source: Path):
-    """The toolkit draws the samples anew for every pass; a mask belongs to the batch that is in flight."""
+    """The toolkit draws the samples again for every pass, so the mask is that of the current batch."""
     dataset = token_batches(samples=8, length=32, padded=True)
 
     def tokens(**options) -> int:
-        attribution = AttributionModifier(layer_noise=None)
-        recipe = [attribution, CoverageModifier(sparsity=0.25, layer_prior="uniform")]
+        attribution = AttributionModifier(channel_metric="activation")
+        recipe = [attribution, CoverageModifier(sparsity=0.25, **paper_method.EVEN_LAYERS)]
         torch.manual_seed(0)
         compress(source, recipe, dataset=dataset, **options)
         return int(attribution.measured.tokens_LE.sum()) // LAYERS // 2
@@ -179,7 +180,7 @@ def test_shuffled_and_padded_batches_leave_padding_out(source: Path):
 
 
 def test_provenance_hashes_the_samples_that_were_seen(source: Path, tmp_path: Path):
-    """Case 29: whether a result was made from the same samples can be told from the checkpoint."""
+    """Case 29: the checkpoint shows whether a result was made from the same samples."""
     hashes = []
     for name, options in {"first": {}, "again": {}, "other": {"num_calibration_samples": 3}}.items():
         torch.manual_seed(0)
@@ -194,7 +195,7 @@ def test_provenance_hashes_the_samples_that_were_seen(source: Path, tmp_path: Pa
 # --- one process, many runs
 
 
-def test_fresh_modifiers_inherit_nothing(source: Path, tmp_path: Path):
+def test_new_modifiers_are_independent_of_earlier_runs(source: Path, tmp_path: Path):
     first = compress(source, pruning(0.4))
     other = save_tiny(tmp_path / "other", num_hidden_layers=1, num_experts=4)
     compress(other, pruning(0.6))
@@ -203,14 +204,14 @@ def test_fresh_modifiers_inherit_nothing(source: Path, tmp_path: Path):
     assert torch.equal(logits(first), logits(again))
 
 
-def test_a_refused_run_leaves_no_trace_in_the_next(source: Path):
+def test_a_run_that_stopped_does_not_change_the_next(source: Path):
     model = open_linear(source)
     with pytest.raises(ValueError, match="sparsity"):
-        compress(model, pruning(1.5))
+        compress(model, pruning(0.9999))
     assert torch.equal(logits(compress(model, pruning(0.4))), logits(compress(source, pruning(0.4))))
 
 
-def test_used_modifiers_are_refused_by_the_toolkit(source: Path):
+def test_the_toolkit_does_not_accept_used_modifiers(source: Path):
     recipe = pruning()
     compress(source, recipe)
     with pytest.raises(RuntimeError, match="already been initialized"):
@@ -229,7 +230,8 @@ def test_subclass_of_ours_counts_as_ours(source: Path):
         pass
 
     attribution, _, alignment, channel_pruning = pruning()
-    recipe = [attribution, MyCoverage(sparsity=0.1, inter_layer="uniform"), alignment, channel_pruning]
+    coverage = MyCoverage(sparsity=0.1, **paper_method.EVEN_LAYERS)
+    recipe = [attribution, coverage, alignment, channel_pruning]
     model = compress(source, recipe, pipeline="sequential", recipe_args={"sparsity": 0.25})
     assert widths(model) == widths(compress(source, pruning(0.25)))
 

@@ -6,19 +6,17 @@ import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from llmcompressor.modifiers import Modifier
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.core.alignment import RemainderRule
-from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
-from moe_coverage_plugin.core.attribution import ChannelMetric, ExpertImportance
-from moe_coverage_plugin.core.smoothing import Smoothing
-from moe_coverage_plugin.modifiers.coverage import ExpertPrior, LayerPrior
 from moe_coverage_plugin.modifiers.plan import PlanModifier
+from moe_coverage_plugin.options import AlignmentOptions, AttributionOptions, CoverageOptions, Options
+from moe_coverage_plugin.options.base import choices
+from tests import paper_method
 from tests.modifiers.harness import (
     BLOCK,
     CHANNELS,
@@ -36,12 +34,22 @@ from tests.tiny import GROUP_LIMITED, add_tokenizer
 
 TOTAL = LAYERS * EXPERTS * CHANNELS
 SPARSITY = 0.15
+
+
+def values(options: type[Options], field: str) -> tuple[str, ...]:
+    return choices(options.model_fields[field])
+
+
+INTER, INTRA = values(CoverageOptions, "inter_layer"), values(CoverageOptions, "intra_layer")
+LAYER_PRIORS, EXPERT_PRIORS = values(CoverageOptions, "layer_prior"), values(CoverageOptions, "expert_prior")
+METRICS = values(AttributionOptions, "channel_metric")
+RULES = values(AlignmentOptions, "rule")
 OPTIONS: list[dict[str, str]] = [
-    *({"inter_layer": a, "intra_layer": b} for a, b in product(get_args(InterLayer), get_args(IntraLayer))),
-    *({"layer_prior": a, "expert_prior": b} for a, b in product(get_args(LayerPrior), get_args(ExpertPrior))),
-    *({"smoothing": smoothing} for smoothing in get_args(Smoothing)),
+    *({"inter_layer": a, "intra_layer": b} for a, b in product(INTER, INTRA)),
+    *({"layer_prior": a, "expert_prior": b} for a, b in product(LAYER_PRIORS, EXPERT_PRIORS)),
+    *({"smoothing": smoothing} for smoothing in values(CoverageOptions, "smoothing")),
 ]
-MEASURES = list(product(get_args(ChannelMetric), get_args(ExpertImportance)))
+MEASURES = list(product(METRICS, values(AttributionOptions, "expert_importance")))
 
 
 @dataclass
@@ -56,20 +64,26 @@ def planned(source: Path) -> Planned:
     """One run: an attribution that all plans share, then one for every measure."""
     model = open_linear(source)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    coverage = [CoverageModifier(sparsity=SPARSITY, **options) for options in OPTIONS]
+    coverage = [by_paper(**options) for options in OPTIONS]
     aligned = {
-        rule: (CoverageModifier(sparsity=SPARSITY), AlignmentModifier(block_size=32, min_width=64, rule=rule))
-        for rule in get_args(RemainderRule)
+        rule: (by_paper(), AlignmentModifier(block_size=32, min_width=64, rule=rule, **paper_method.ALIGNMENT))
+        for rule in RULES
     }
     by_measure: list[CoverageModifier] = []
-    recipe: list[Modifier] = [AttributionModifier(), *coverage, *(m for pair in aligned.values() for m in pair)]
+    measured = AttributionModifier(**paper_method.ATTRIBUTION)
+    recipe: list[Modifier] = [measured, *coverage, *(m for pair in aligned.values() for m in pair)]
     for metric, importance in MEASURES:
-        by_measure.append(CoverageModifier(sparsity=SPARSITY))
-        recipe += [AttributionModifier(channel_metric=metric, expert_importance=importance), by_measure[-1]]
+        by_measure.append(by_paper())
+        measure: Any = {"channel_metric": metric, "expert_importance": importance}
+        recipe += [AttributionModifier(**paper_method.ATTRIBUTION | measure), by_measure[-1]]
     compress(model, recipe)
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "planning changes no weight"
     return Planned(coverage, by_measure, aligned)
+
+
+def by_paper(**options: Any) -> CoverageModifier:
+    return CoverageModifier(sparsity=SPARSITY, **paper_method.COVERAGE | options)
 
 
 def budget_of(plan: PlanModifier) -> int:
@@ -89,27 +103,27 @@ def widths_by(planned: Planned, **options: str) -> tuple[int, ...]:
 
 
 def test_strategies_are_not_one_and_the_same(planned: Planned):
-    for inter in get_args(InterLayer):
-        plans = {widths_by(planned, inter_layer=inter, intra_layer=intra) for intra in get_args(IntraLayer)}
-        assert len(plans) == len(get_args(IntraLayer))
+    for inter in INTER:
+        plans = {widths_by(planned, inter_layer=inter, intra_layer=intra) for intra in INTRA}
+        assert len(plans) == len(INTRA)
     uniform = widths_by(planned, inter_layer="uniform", intra_layer="uniform")
     assert max(uniform) - min(uniform) <= 1
-    plans = {widths_by(planned, layer_prior="uniform", expert_prior=prior) for prior in get_args(ExpertPrior)}
-    assert len(plans) == len(get_args(ExpertPrior))
+    plans = {widths_by(planned, layer_prior="uniform", expert_prior=prior) for prior in EXPERT_PRIORS}
+    assert len(plans) == len(EXPERT_PRIORS)
 
 
 def test_measures(planned: Planned):
     scores = [modifier.plan.scores.channels_LEI for modifier in planned.by_measure]
     assert all(budget_of(modifier) == round((1 - SPARSITY) * TOTAL) for modifier in planned.by_measure)
-    by_metric = {metric: scores[MEASURES.index((metric, "first_order"))] for metric in get_args(ChannelMetric)}
+    by_metric = {metric: scores[MEASURES.index((metric, "first_order"))] for metric in METRICS}
     assert not torch.allclose(by_metric["activation"], by_metric["weight"])
     assert not torch.allclose(by_metric["weight"], by_metric["weight_activation"])
-    for metric in get_args(ChannelMetric):
+    for metric in METRICS:
         assert torch.equal(by_metric[metric], scores[MEASURES.index((metric, "second_order"))])
 
 
-@pytest.mark.parametrize("rule", get_args(RemainderRule))
-def test_alignment_stays_within_budget_and_tells_the_rest(planned: Planned, rule: str):
+@pytest.mark.parametrize("rule", RULES)
+def test_alignment_stays_within_budget_and_reports_the_rest(planned: Planned, rule: str):
     coverage, alignment = planned.aligned[rule]
     before_LE, plan = coverage.plan.widths_LE, alignment.plan
     assert bool((plan.widths_LE % 32 == 0).all())
@@ -117,14 +131,14 @@ def test_alignment_stays_within_budget_and_tells_the_rest(planned: Planned, rule
     unspent_L = before_LE.sum(-1) - plan.widths_LE.sum(-1)
     assert bool((unspent_L >= 0).all())
     assert plan.notes["unspent_channels"] == int(unspent_L.sum()) == budget_of(coverage) - budget_of(alignment)
-    assert plan.notes["dropped_by_alignment"] == int(((before_LE > 0) & (plan.widths_LE == 0)).sum())
+    assert plan.notes["removed_by_alignment"] == int(((before_LE > 0) & (plan.widths_LE == 0)).sum())
     assert plan.block_size == 32
 
 
 @pytest.mark.parametrize("scope", ["layers", "global"])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_blocks_leave_each_group_of_a_router_experts(tmp_path: Path, family: str, scope: Any):
-    """Down to the sparsity that is named where too little is left, by which each group has two blocks."""
+    """Up to the sparsity from which the error says that each group would have less than two blocks."""
     limited = GROUP_LIMITED if family == "deepseek_v2" else {}
     source = add_tokenizer(save_tiny(tmp_path / "model", family, num_hidden_layers=3, **limited))
     model = compress(source, grouped(0.85, scope))
@@ -137,10 +151,10 @@ def test_blocks_leave_each_group_of_a_router_experts(tmp_path: Path, family: str
 def grouped(sparsity: float, scope: Any) -> list[Modifier]:
     inter_layer = {"inter_layer": "uniform"} if scope == "layers" else {}
     return [
-        AttributionModifier(channel_metric="fisher", layer_noise=None),
-        CoverageModifier(sparsity=sparsity, scope=scope, intra_layer="topk_channel", **inter_layer),
-        AlignmentModifier(block_size=BLOCK, strategy="blocks"),
-        ChannelPruningModifier(pictures=False),
+        AttributionModifier(),
+        CoverageModifier(sparsity=sparsity, scope=scope, **inter_layer),
+        AlignmentModifier(block_size=BLOCK),
+        ChannelPruningModifier(reconstruct=False, pictures=False),
     ]
 
 

@@ -1,0 +1,59 @@
+"""Checks of the output of a ``oneshot`` run before anything is calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressed_tensors.offload import disable_onloading
+from llmcompressor.modifiers import Modifier
+from torch.nn import Module
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.checkpoint.staging import check_output
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears
+from moe_coverage_plugin.modifiers.attribution import AttributionModifier
+from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
+
+
+def check_run_output(
+    model: PreTrainedModel, layers: Sequence[MoELayer], sparsity: float, quantized: bool, before: Sequence[Modifier]
+) -> None:
+    """Check that the checkpoint can be written where the run will write it.
+
+    Args:
+        model: the unpruned model.
+        layers: the layers that will be pruned.
+        sparsity: fraction of their channels that will be removed.
+        quantized: whether a quantizer follows.
+        before: modifiers before the pruning, which may write scores.
+
+    Raises:
+        CoverageError: scores would be written into the output, or see
+            :func:`~moe_coverage_plugin.checkpoint.staging.check_output`.
+    """
+    run = running_oneshot()
+    if run is None or run.output_dir is None:
+        return
+    output = Path(run.output_dir)
+    score_files = [other.save_scores for other in before if isinstance(other, AttributionModifier)]
+    for path in filter(None, score_files):
+        # the checkpoint is written last, into a directory that must be empty
+        if Path(path).resolve().is_relative_to(output.resolve()):
+            raise CoverageError(
+                f"save_scores={path} is in the output {output}, which must stay empty until the checkpoint is "
+                "written with a copy of the scores: name a file beside it, or leave save_scores out"
+            )
+    with disable_onloading():
+        expert_bytes = sum(linear.weight.nbytes for layer in layers for linear in expert_linears(layer))
+    kept_bytes = int(model_bytes(model) - expert_bytes * sparsity)
+    # a lower bound, so that no run that would fit stops: four bits and scales take more than a quarter of 16
+    check_output(output, needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
+
+
+def model_bytes(model: Module) -> int:
+    """Return the bytes of all parameters and buffers, on whatever device they are."""
+    # otherwise offloaded tensors would all be copied to their execution device
+    with disable_onloading():
+        return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
