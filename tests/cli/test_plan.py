@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.cli.arguments import CHOICES
-from moe_coverage_plugin.core.alignment import AlignmentStrategy, RemainderRule, align_blocks
-from moe_coverage_plugin.core.allocation import InterLayer, IntraLayer
-from moe_coverage_plugin.core.attribution import ExpertImportance
-from moe_coverage_plugin.core.planning import CoverageStrategy, ExpertPrior, LayerPrior, Scope, plan_widths
+from moe_coverage_plugin.cli.arguments import build_parser
+from moe_coverage_plugin.cli.option_flags import add_flags
+from moe_coverage_plugin.cli.plan import PlanOptions
+from moe_coverage_plugin.core.alignment import align_blocks
+from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
-from moe_coverage_plugin.core.smoothing import Smoothing
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from moe_coverage_plugin.options import CoverageOptions
 
 # the options of harness.pruning()
 AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")
@@ -80,7 +83,7 @@ def test_defaults_are_the_recommended_recipe(script: Any, scores: Path, tmp_path
         "block_size": 128,
     }
     found = load_scores(scores)[0]
-    plan = plan_widths(found, 0.25, CoverageStrategy(scope="global", intra_layer="topk_channel"))
+    plan = plan_widths(found, CoverageOptions(sparsity=0.25))
     aligned = align_blocks(plan.widths_LE, found.channels_LEI, 128, found.top_k, across_layers=True)
     assert [layer["widths"] for layer in summary["layers"]] == aligned.widths_LE.tolist()
 
@@ -112,20 +115,24 @@ def test_scores_without_tokens_can_be_planned(script: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--sparsity", 1), "sparsity is 1.0"),
-        (("--sparsity", "nan"), "sparsity is nan"),
+        (("--sparsity", 1), "--sparsity 1.0 must be a number, at least 0 and below 1"),
+        (("--sparsity", 25), "did you mean 0.25?"),
+        (("--sparsity", "nan"), "--sparsity nan must be a number"),
         (("--sparsity", 0.5, "--block-size", 100), "block size 100 does not divide the 256 channels"),
-        (("--sparsity", 0.5, "--block-size", 0), "block size 0 does not divide"),
-        (("--sparsity", 0.5, "--inter-layer", "loss"), "--inter-layer would do nothing with --scope global"),
-        (("--sparsity", 0.5, "--layer-prior", "loss"), "--layer-prior would do nothing with --scope global"),
-        (("--sparsity", 0.5, "--min-width", 0, "--rule", "l-r-s"), "--min-width and --rule would do nothing"),
+        (("--sparsity", 0.5, "--block-size", 0), "--block-size 0 must be an integer, at least 1"),
+        (("--sparsity", 0.5, "--inter-layer", "loss"), "--inter-layer loss would do nothing with --scope global"),
+        (("--sparsity", 0.5, "--layer-prior", "loss"), "leave it out, or use --scope layers"),
+        (("--sparsity", 0.5, "--min-width", 0, "--rule", "l-r-s"), "--min-width 0 and --rule l-r-s would do nothing"),
         (("--sparsity", 0.5, "--strategy", "hamilton", "--min-width", 200), "minimum width 200"),
         (("--sparsity", 0.99), "too few"),
         (("--sparsity", 0.9, "--strategy", "hamilton"), "experts but its router picks 2"),
-        (("--sparsity", 0.5, "--intra-layer", "coverage", "--expert-importance", "nll_squared"), "nll_squared"),
+        (
+            ("--sparsity", 0.5, "--intra-layer", "coverage", "--expert-importance", "nll_squared"),
+            "do not contain nll_squared",
+        ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(refusal: Any, scores: Path, arguments: Any, words: str) -> None:
+def test_what_cannot_be_planned_stops(refusal: Any, scores: Path, arguments: Any, words: str) -> None:
     assert words in refusal("plan", scores, *arguments)
 
 
@@ -142,16 +149,25 @@ def test_files_that_cannot_be_written_are_refused(refusal: Any, scores: Path, tm
     assert "cannot be written" in refusal("plan", scores, "--sparsity", 0.5, "--pictures", tmp_path / "file")
 
 
-def test_choices_are_those_of_the_method() -> None:
-    types = {
-        "scope": Scope,
-        "inter_layer": InterLayer,
-        "intra_layer": IntraLayer,
-        "layer_prior": LayerPrior,
-        "expert_prior": ExpertPrior,
-        "expert_importance": ExpertImportance,
-        "smoothing": Smoothing,
-        "strategy": AlignmentStrategy,
-        "rule": RemainderRule,
-    }
-    assert {option: get_args(literal) for option, literal in types.items()} == CHOICES
+def test_flags_are_the_fields() -> None:
+    """Every field of the options is a flag, and what a flag is not given for has the default of its field."""
+    parser = build_parser(dict.fromkeys(("oneshot", "finetune", "plan", "inspect", "eval", "pareto")))
+    given = vars(parser.parse_args(["plan", "scores", "--sparsity", "0.5", "--block-size", "64"]))
+    assert {name: given[name] for name in ("sparsity", "block_size")} == {"sparsity": 0.5, "block_size": 64}
+    assert given.keys() == {"scores", "sparsity", "block_size", "json", "pictures", "run"}
+    flags = ArgumentParser()
+    add_flags(flags, PlanOptions)
+    text = " ".join(flags.format_help().split())
+    for name, field in PlanOptions.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.is_required() or f"(default: {field.default})" in text
+
+
+def test_help_of_other_commands_does_not_import_pydantic() -> None:
+    program = "import atexit, sys; atexit.register(lambda: print(*sys.modules))\n"
+    program += "from moe_coverage_plugin.cli import main; main()"
+    for arguments in (["--help"], ["inspect", "--help"]):
+        command = [sys.executable, "-c", program, *arguments]
+        modules = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        assert "argparse" in modules
+        assert "pydantic" not in modules
