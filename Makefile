@@ -22,7 +22,9 @@ PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 TEST_COMPRESS := $(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving
 TEST_SERVE := MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python $(PYTEST) tests/serving
 
-.PHONY: demo test environments lint checkpoints test-compress test-serve clean
+QUICK := not slow and not engine and not browser
+
+.PHONY: demo test check environments lint checkpoints test-compress test-serve clean
 
 ## The main job, end to end: compress the mini-MoE by one recipe, then generate from the result with vLLM.
 demo: $(COMPRESS)/.ready $(SERVE)/.ready
@@ -37,6 +39,12 @@ test:
 	$(TEST_COMPRESS)
 	$(TEST_SERVE)
 
+## The inner loop: style, types, layers, and the tests that take neither an engine, a browser nor long.
+check: environments
+	@$(MAKE) --no-print-directory lint
+	$(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving -m "$(QUICK)"
+	$(SERVE)/bin/python $(PYTEST) tests/serving -m "$(QUICK)"
+
 environments: $(COMPRESS)/.ready $(SERVE)/.ready
 	@:
 
@@ -48,7 +56,7 @@ lint: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
 
 # The models are tiny: more threads than processes only wait for each other
-test test-compress test-serve checkpoints: export OMP_NUM_THREADS := 1
+test check test-compress test-serve checkpoints: export OMP_NUM_THREADS := 1
 
 test-compress: $(COMPRESS)/.ready
 	$(TEST_COMPRESS)

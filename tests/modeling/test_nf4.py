@@ -155,6 +155,7 @@ def test_cpus_that_multiply_bfloat16(exact_widths, monkeypatch):
         assert torch.equal(nf4.dense_weight(linear), weight)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("widths", ["aligned_widths", "exact_widths"])
 def test_on_a_card(request, widths):

@@ -22,9 +22,12 @@ from moe_coverage_plugin.report.verdict import verdict
 from moe_coverage_plugin.report.view import PlanView
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
-)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        BROWSER is None or DRIVER is None, reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+    ),
+]
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),

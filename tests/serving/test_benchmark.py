@@ -164,6 +164,7 @@ def test_words_of_an_error_are_those_of_its_cause() -> None:
     assert error_words("Killed") is None
 
 
+@pytest.mark.engine
 def test_run_on_a_tiny_model(tmp_path: Path) -> None:
     output = tmp_path / "serving.json"
     options = ["--small", "--enforce-eager", "--variants", "ours4", "stock16", "--output", str(output)]

@@ -21,6 +21,8 @@ from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import offloads
 from tests.serving.engine import OPTIONS, checkpoint_path, open_engine
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def edited(tmp_path: Path) -> Callable[..., Path]:

@@ -92,12 +92,14 @@ def configure(name: str, **options: Any) -> None:
     EngineArgs(model=str(checkpoint_path(name)), **arguments).create_engine_config()
 
 
+@pytest.mark.engine
 def test_cause_is_in_the_error_of_the_parent() -> None:
     """Case 4: two ranks would hold 192 of 384 channels of a shared expert each, and the user's process says so."""
     with pytest.raises(ValueError, match=r"2 ranks .* 192 channels of the .*shared_expert\.down_proj .* inspect"):
         configure("ragged_shared_w4a16", tensor_parallel_size=2)
 
 
+@pytest.mark.engine
 def test_degrees_that_fit() -> None:
     configure("ragged_w4a16_a64", tensor_parallel_size=2)
     configure("padded_fp32", tensor_parallel_size=2)

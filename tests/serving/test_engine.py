@@ -20,6 +20,8 @@ from moe_coverage_plugin.manifest import Manifest
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, expected_logprobs, open_engine, prompt_logprobs
 
+pytestmark = pytest.mark.engine
+
 TOP_K = 2  # of every tiny model
 RAGGED_16BIT = ["ragged_fp32", "ragged_bf16", "ragged_whole_experts", "ragged_fisher_fp32"]
 RECIPES_4BIT = [

@@ -16,6 +16,8 @@ import pytest
 from moe_coverage_plugin.cli import main
 from tests.serving.engine import checkpoint_path, expected_logprobs
 
+pytestmark = pytest.mark.engine
+
 CONTEXT, TOLERANCE = 56, 2e-4
 TASK = """
 task: words

@@ -13,7 +13,7 @@ from tests.serving.agreement import assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
 from tests.serving.ranks import CROWD, finish, finish_all, start
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 DTYPE = "bfloat16"  # the kernels are made for it, and some attention supports no other
 MEDIAN_BFLOAT16 = 0.02

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.engine
+
 RANKS = 2
 # a program of its own: a pool imports the main module by name, and pytest gives this file none
 FIND = """

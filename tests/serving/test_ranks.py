@@ -24,6 +24,8 @@ from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes
 from tests.serving.engine import checkpoint_path, open_engine
 from tests.serving.ranks import finish, finish_all, generate, prompts, start
 
+pytestmark = pytest.mark.engine
+
 CORES = sorted(os.sched_getaffinity(0))
 IN_PROCESSES = {"distributed_executor_backend": "mp"}
 

@@ -160,6 +160,24 @@ def test_correction_bias_that_prefers_removed_experts_is_found() -> None:
         check(router)
 
 
+def test_the_check_compiles_nothing() -> None:
+    """Some of vLLM's routers are compiled, and the engine compiles all of them as a part of the model."""
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    router = CPURouter(TOP_K, EXPERTS)
+    router._compute_routing = torch.compile(router._compute_routing, backend=backend)
+    mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
+    check(router)
+    assert compiled == []
+    _, ids = torch.compile(lambda logits: route(router, logits), backend=backend)(torch.randn(TOKENS, EXPERTS))
+    assert compiled
+    assert not torch.isin(ids, torch.tensor(REMOVED)).any()
+
+
 def test_a_router_whose_method_cannot_be_replaced() -> None:
     with pytest.raises(CoverageError, match=r"CompiledRouter of this vLLM does not let its method .* layout='padded'"):
         mask_router(CompiledRouter(TOP_K, EXPERTS), REMOVED, EXPERTS, torch.device("cpu"))

@@ -18,6 +18,8 @@ import pytest
 
 from tests.serving.engine import REPOSITORY, checkpoint_path, expected_logprobs
 
+pytestmark = pytest.mark.engine
+
 CHECKPOINT = "ragged_w4a16"
 MOST_TOKENS = 128
 OPTIONS = ("--enforce-eager", "--max-model-len", MOST_TOKENS, "--max-num-seqs", 4, "--dtype", "float32")

@@ -68,6 +68,7 @@ def checkpoint(directory: Path, quantization: dict[str, Any] | None) -> str:
     return str(directory)
 
 
+@pytest.mark.engine
 def test_other_models_start(tmp_path: Path) -> None:
     """Field case 2-15: an import that fails stopped vLLM for every model."""
     ours = quantization_config()

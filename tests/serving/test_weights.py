@@ -13,6 +13,8 @@ from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.serving.headers import check_headers
 from tests.serving.engine import checkpoint_path, open_engine
 
+pytestmark = pytest.mark.engine
+
 
 def copied(directory: Path, name: str, without: str = "nothing") -> Path:
     """A copy of a checkpoint that lacks tensors, in two shards, with an index that does not list them."""

@@ -50,6 +50,7 @@ def test_a_kind_of_layer_is_compiled_once(device: torch.device, monkeypatch: pyt
     assert compile_ahead(weights, TOP_K, torch.float32, "silu", True)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("scheme", ["plain-aligned", "group-64"])
 def test_nothing_is_compiled_while_serving(device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:

@@ -40,6 +40,7 @@ def test_default_plan(device: torch.device, tokens: int) -> None:
     assert error(ragged_experts(*inputs, layer.weights), layer.reference(*inputs)) < layer.bound
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
 @pytest.mark.parametrize("scheme", ["plain-aligned", "group-128", "group-64", "group-128-zeros", "float8-aligned"])

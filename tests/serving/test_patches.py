@@ -1,0 +1,117 @@
+"""Each test runs vLLM without one of our patches and finds the fault, so it fails as soon as the patch can go.
+
+The patches are the rows of ``docs/patches.md``, which says what to remove when a test fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from inspect import getsource
+from pathlib import Path
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.device_communicators import cpu_communicator
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.router import router_factory
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
+from vllm.v1.worker import cpu_worker
+
+from moe_coverage_plugin.serving import compat
+from tests.serving.test_ranks import description
+
+ON_CPU = pytest.mark.skipif(not current_platform.is_cpu(), reason="a fault of builds for CPUs")
+# processors have the one or the other instruction set
+HAS_VNNI = any(name in Path("/proc/cpuinfo").read_text() for name in ("avx512_vnni", "avx_vnni"))
+
+
+def test_routers_take_no_list_of_removed_experts() -> None:
+    parameters = inspect.signature(router_factory.create_fused_moe_router).parameters
+    assert not [name for name in parameters if "prune" in name or "removed" in name or "mask" in name]
+
+
+def test_layers_assert_that_ranks_divide_one_width() -> None:
+    with set_current_vllm_config(VllmConfig()), pytest.raises(AssertionError):
+        description(512, 3)
+    assert "assert self.intermediate_size % tp_size == 0" in getsource(
+        getattr(FusedMoEConfig.__post_init__, "coverage_check", FusedMoEConfig.__post_init__)
+    )
+
+
+def test_quantization_configs_do_not_get_the_engine_configuration() -> None:
+    methods = inspect.getmembers(QuantizationConfig, inspect.isfunction)
+    assert not [name for name, method in methods if "vllm_config" in inspect.signature(method).parameters]
+
+
+def test_loaded_weights_of_quantized_models_are_not_tracked_by_default() -> None:
+    assert "model_config.quantization is None and loaded_weights is not None" in getsource(DefaultModelLoader)
+
+
+def test_cpu_router_without_groups_ignores_biases() -> None:
+    bias = torch.zeros(8).index_fill(0, torch.tensor([5]), 100.0)
+    router = CPURouter(2, 8, e_score_correction_bias=bias)
+    logits = torch.arange(8.0).repeat(3, 1)
+    _, ids = router.select_experts(hidden_states=torch.zeros(3, 4), router_logits=logits)
+    assert 5 not in ids
+
+
+def test_cpu_router_without_groups_stops_at_sigmoid_scores() -> None:
+    router = CPURouter(2, 8, scoring_func="sigmoid")
+    with pytest.raises(AssertionError):
+        router.select_experts(hidden_states=torch.zeros(3, 4), router_logits=torch.zeros(3, 8))
+
+
+@ON_CPU
+def test_cpu_build_has_no_good_kernel_for_4_bit_linear_layers() -> None:
+    """Builds for AVX2 have none; that for AVX-512 sums in bfloat16 if it gets bfloat16."""
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return
+    channels, x = 2048, torch.ones(1, 2048, dtype=torch.bfloat16)
+    weight = torch.full((2, channels * 2), 0x99999999 - (1 << 32), dtype=torch.int32)
+    scale = torch.full((1, 32), 1.01, dtype=torch.bfloat16)
+    y = ops.cpu_gemm_wna16(x, weight, scale, None, None, None, 8, "vec")
+    assert abs(y.float().mean().item() / (channels * scale[0, 0].item()) - 1) > 1e-3
+
+
+@ON_CPU
+@pytest.mark.skipif(hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="a fault of builds for AVX2")
+def test_cpu_build_has_no_operator_for_4_bit_experts() -> None:
+    assert not hasattr(torch.ops._C, "fused_experts_cpu")
+
+
+def test_cpu_communicator_cannot_gather_tokens() -> None:
+    inherited = ("all_gatherv", "reduce_scatterv")
+    assert not [name for name in inherited if name in vars(cpu_communicator.CpuCommunicator)]
+
+
+@ON_CPU
+def test_cpu_build_rotates_heads_wrongly() -> None:
+    assert compat.misrotates_heads()
+
+
+@ON_CPU
+@pytest.mark.skipif(HAS_VNNI, reason="a fault on processors without VNNI")
+def test_products_of_8_bit_integers_overflow() -> None:
+    assert compat.saturates_int8_products()
+
+
+def test_cpu_worker_allocates_buffers_of_stages_only_when_it_compiles() -> None:
+    """The profile run is a part of the warm-up, which eager mode leaves out."""
+    source = getsource(cpu_worker.CPUWorker)
+    assert "enforce_eager" in source
+    assert "profile_run" not in source
+
+
+def test_vllm_backend_of_lm_eval_looks_for_a_distribution_named_vllm() -> None:
+    from importlib.util import find_spec
+
+    spec = find_spec("lm_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "models" / "vllm_causallms.py").read_text()
+    assert 'version("vllm")' in text
