@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import expand_m, expand_o, round_to
-from moe_coverage_plugin.serving.kernels.expert_table import FIRST_GROUP, FIRST_UNIT, WIDTH, load_column, load_width
+from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, FIRST_GROUP, FIRST_UNIT, WIDTH, load_column
 from moe_coverage_plugin.serving.kernels.gemv import gemv_slots
 from moe_coverage_plugin.serving.kernels.matmul import matmul_tile, tile_of_program
 
@@ -105,7 +105,7 @@ def sum_kernel(
     for slot in tl.static_range(TOP_K):
         pair = (token * TOP_K + slot).to(tl.int64)
         expert = tl.load(ids_ptr + pair).to(tl.int64)
-        width = load_width(table_ptr, expert, expert >= 0, -1)
+        width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=-1)
         stop = tl.where(width >= MIN_WIDTH, hidden, 0)
         total_H += tl.load(z_ptr + pair * hidden + channel_H, mask=channel_H < stop, other=0.0).to(tl.float32)
     y_ptrs = y_ptr + token.to(tl.int64) * hidden + channel_H
@@ -155,7 +155,7 @@ def down_decode_kernel(
     id_K = tl.load(ids_ptr + pair_K, mask=slot_K < TOP_K, other=-1).to(tl.int64)
     expert_K = tl.maximum(id_K, 0)
     # a slot without an expert has width 0, so nothing of expert 0 is read for it
-    width_K = load_width(table_ptr, expert_K, id_K >= 0, 0).to(tl.int32)
+    width_K = tl.load(table_ptr + expert_K * COLUMNS + WIDTH, mask=id_K >= 0, other=0).to(tl.int32)
     scale_ptr_K = _w2_scale_ptr(w_scale_ptr, table_ptr, expert_K, hidden, BITS) if BITS != 16 else slot_K
     z_KH = gemv_slots(
         h_ptr + pair_K.to(tl.int64) * h_stride,

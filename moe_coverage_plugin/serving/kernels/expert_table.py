@@ -53,11 +53,5 @@ def load_column(table_ptr, expert, COLUMN: tl.constexpr):
     return tl.load(table_ptr + expert * COLUMNS + COLUMN)
 
 
-@triton.jit
-def load_width(table_ptr, expert, mask, OTHER: tl.constexpr):
-    """Widths of experts, ``OTHER`` outside of ``mask``."""
-    return tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=mask, other=OTHER)
-
-
 def _starts(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]

@@ -142,5 +142,5 @@ def _w13_rows(tile_n, width, padded_width, BITS: tl.constexpr, BLOCK_N: tl.const
 @triton.jit
 def _load_w13_bias(bias_ptr, table_ptr, expert, tile_n, width, BLOCK_N: tl.constexpr):
     """Load biases as float32 in the order of ``_w13_rows``; they are stored like plain weights."""
-    row_O = _w13_rows(tile_n, width, width, 16, BLOCK_N)
-    return tl.load(bias_ptr + load_column(table_ptr, expert, FIRST_CHANNEL) * 2 + row_O).to(tl.float32)
+    expert_bias_ptr = bias_ptr + load_column(table_ptr, expert, FIRST_CHANNEL) * 2
+    return tl.load(expert_bias_ptr + _w13_rows(tile_n, width, width, 16, BLOCK_N)).to(tl.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.serving.float8 import LARGEST, SMALLEST
 from moe_coverage_plugin.serving.kernels.arithmetic import round_to
-from moe_coverage_plugin.serving.kernels.expert_table import load_width
+from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH
 
 MAX_BLOCK = 2048
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
@@ -44,7 +44,7 @@ def quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     if OF_EXPERTS:
         expert = tl.load(expert_ptr + row).to(tl.int64)
-        width = load_width(table_ptr, expert, expert >= 0, 0).to(tl.int32)
+        width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=0).to(tl.int32)
         columns = (width + UNIT - 1) // UNIT * UNIT
     column_A = tl.arange(0, BLOCK_A)
     max_A = tl.zeros((BLOCK_A,), dtype=tl.float32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_coverage_plugin.serving.kernels.expert_table import load_width
+from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH
 
 ONE_KERNEL_LIMITS = ((64, 64), (1024, 1024))
 """Numbers of pairs up to which one kernel sorts, and the number that it counts per step.
@@ -109,7 +109,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
 def _load_experts(ids_ptr, table_ptr, pair, num_pairs, MIN_WIDTH: tl.constexpr):
     """Load the experts of pairs, -1 for pairs that get no tile."""
     expert = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-    width = load_width(table_ptr, expert, expert >= 0, -1)
+    width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=-1)
     return tl.where(width >= MIN_WIDTH, expert, -1)
 
 
@@ -220,8 +220,8 @@ def _scatter_kernel(
     for start in range(0, BLOCK_M, 16):
         offset = start + tl.arange(0, 16)
         padding_ptrs = sorted_pairs_ptr + (position_M + 1)[:, None] + offset[None, :]
-        mask = offset[None, :] < padding_M[:, None]
-        tl.store(padding_ptrs, num_pairs + tl.zeros((PAIRS_PER_PROGRAM, 16), dtype=tl.int32), mask=mask)
+        padding = num_pairs + tl.zeros((PAIRS_PER_PROGRAM, 16), dtype=tl.int32)
+        tl.store(padding_ptrs, padding, mask=offset[None, :] < padding_M[:, None])
 
     used_tiles = tl.sum(tiles_E)
     for start in range(program * TILES_PER_STEP, num_tiles, tl.num_programs(0) * TILES_PER_STEP):
