@@ -1,14 +1,14 @@
 # Two environments, because llm-compressor and vLLM pin different releases of compressed-tensors:
 #   .venv-compress  llm-compressor, this package, and the tools for tests
 #   .venv-serve     vLLM (its CPU build where there is no NVIDIA card) and this package
-# Everything is pinned in requirements/. PYTHON names the interpreter to build them with (3.11 or newer).
+# Everything is pinned in requirements/, whose files lock.py writes. PYTHON names the interpreter to build them with
+# (3.11 or newer).
 
 PYTHON ?= python3
 COMPRESS := .venv-compress
 SERVE := .venv-serve
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 SERVE_LOCK := requirements/$(if $(HAS_GPU),serve-cuda.txt,serve-cpu.txt)
-TORCH := torch==2.13.0
 ARTIFACTS := .artifacts
 # of ten files that pip would compile, one is ever imported
 PIP := -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile
@@ -68,25 +68,25 @@ checkpoints: $(COMPRESS)/.ready
 test-serve: $(SERVE)/.ready checkpoints
 	$(TEST_SERVE)
 
-$(COMPRESS)/.ready: requirements/compress.txt
-	$(call make_venv,$(COMPRESS))
-	@# torch first and by name, so that a machine's own build of it is taken
-	$(COMPRESS)/bin/python $(PIP) "$(TORCH)"
-	$(COMPRESS)/bin/python $(PIP) --no-deps -r requirements/compress.txt
-	$(COMPRESS)/bin/python $(PIP) --no-deps --no-build-isolation -e .
+# A change of pyproject.toml repeats the last step, a change of a lock file all of them
+$(COMPRESS)/.ready $(SERVE)/.ready: %/.ready: %/.packages pyproject.toml
+	$*/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(SERVE)/.ready: $(SERVE_LOCK)
-	$(call make_venv,$(SERVE))
-	$(SERVE)/bin/python $(PIP) "$(TORCH)"
-	$(SERVE)/bin/python $(PIP) --no-deps -r $(SERVE_LOCK)
-	$(SERVE)/bin/python $(PIP) --no-deps --no-build-isolation -e .
-	@touch $@
+$(COMPRESS)/.packages: requirements/compress.txt
+	$(call make_venv,$(COMPRESS),$<)
+
+$(SERVE)/.packages: $(SERVE_LOCK)
+	$(call make_venv,$(SERVE),$<)
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": run make PYTHON=...")'
 @echo "Setting up $(1) (pinned; downloads a few hundred MB the first time)"
 @rm -rf $(1) && $(PYTHON) -m venv $(1)
+@# torch first and with its dependencies: a CUDA build needs libraries that compress.txt and serve-cpu.txt do not pin
+$(1)/bin/python $(PIP) --constraint $(2) torch
+$(1)/bin/python $(PIP) --no-deps --no-build-isolation --requirement $(2)
+@touch $(1)/.packages
 endef
 
 clean:

