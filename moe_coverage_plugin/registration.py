@@ -21,6 +21,7 @@ def register_modifiers() -> None:
     if sys.modules.get(TOOLKIT) is not None:
         import_module("moe_coverage_plugin.modifiers")
     else:
+        # patch: modifier-registration
         sys.meta_path.insert(0, _AfterToolkit())
 
 

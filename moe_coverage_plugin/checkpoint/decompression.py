@@ -44,6 +44,7 @@ def expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> M
         known[STATUS_KEY] = QuantizationStatus.COMPRESSED
     with convert_errors(Path(model.config._name_or_path) / "config.json"):
         quantization_config = QuantizationConfig.model_validate(known)
+    # patch: ignored-names
     quantization_config.ignore = _module_names(model, quantization_config.ignore or [])
     compressor = ModelCompressor(quantization_config=quantization_config)
     apply_quantization_config(model, quantization_config)
@@ -65,6 +66,7 @@ def decompress(model: PreTrainedModel, compressor: ModelCompressor, dtype: torch
     """
     compressor.decompress_model(model)
     # the toolkit dispatched the model: its caches return copies on the accelerator, which lose a change of dtype
+    # patch: dispatched-model
     remove_dispatch(model)
     for module in model.modules():
         QuantizationMetadata.clear_quantization(module)
@@ -87,6 +89,7 @@ def _expect_packed_zero_point(module: Module) -> None:
     weights = cast(QuantizationScheme, module.quantization_scheme).weights
     assert weights is not None, "only weights have zero points"
     packed = pack_to_int32(torch.zeros(zero_point.shape, dtype=torch.int8), weights.num_bits, packed_dim=0)
+    # patch: packed-zero-points
     module.weight_zero_point = Parameter(packed.to("meta"), requires_grad=False)
 
 

@@ -48,9 +48,11 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_exp
         config[CONFIG_KEY] = manifest.to_entry()
     else:
         assert quantization is not None, "the toolkit describes what it quantized"
+        # patch: unknown-status
         status = {STATUS_KEY: CONFIG_KEY} if quantized and not single_experts else {}
         config["quantization_config"] = quantization | status | {CONFIG_KEY: manifest.to_entry()}
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width
+    # patch: source-config
     write_atomically(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

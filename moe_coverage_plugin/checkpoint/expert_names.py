@@ -29,6 +29,7 @@ def keep_family_names(model: PreTrainedModel) -> None:
         if isinstance(transform, PrefixChange) and not prefixed:
             continue  # the checkpoint that the model was loaded from had no prefix
         transforms += _renamings(transform) if _merges_experts(transform) else [transform]
+    # patch: expert-names
     set_save_conversion_mapping(model, transforms)
 
 

@@ -100,6 +100,7 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     save_pretrained._overridden = True  # type: ignore[attr-defined]
     save_pretrained._of_toolkit = toolkit_save  # type: ignore[attr-defined]
     save_pretrained._record = record  # type: ignore[attr-defined]
+    # patch: save-pretrained
     model.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
@@ -137,6 +138,7 @@ def _add_companions(
 def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:
     # the toolkit writes the recipe of its last run, even if that run was for another model
     source = Path(model.name_or_path or "") / RECIPE_FILE_NAME
+    # patch: recipe-of-last-run
     if active_session().state.model is not model and source.is_file():
         shutil.copyfile(source, directory / RECIPE_FILE_NAME)
 

@@ -20,6 +20,7 @@ def running_oneshot() -> Oneshot | None:
     A session has neither the output directory nor the pipeline nor the tokenizer, and errors in them must be found
     before calibration. The call stack is read because that needs no change of the toolkit.
     """
+    # patch: oneshot-frame
     frame = sys._getframe()
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), Oneshot):
@@ -113,5 +114,6 @@ def apply_recipe_args(modifier: Modifier) -> None:
     overrides = {name: value for name, value in recipe.args.items() if name in type(modifier).model_fields}
     given = modifier.model_dump(include=modifier.model_fields_set - inherited)
     checked = type(modifier)(**given | overrides)
+    # patch: recipe-args
     for name in overrides:
         setattr(modifier, name, getattr(checked, name))

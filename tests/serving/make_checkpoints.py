@@ -1,4 +1,4 @@
-"""Makes the checkpoints that the serving tests open, and what transformers answers to them.
+"""Makes the checkpoints that the serving tests open, and the log-probabilities of transformers for them.
 
 Runs in the compressing environment; the serving tests run in another, without the toolkit.
 
@@ -35,9 +35,9 @@ Modifiers = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """How a checkpoint comes about: a recipe of the package on a tiny model, with fields of either changed.
+    """How to make a checkpoint: a recipe of the package on a tiny model, with fields of both changed.
 
-    ``before`` are modifiers of the toolkit that the recipe follows.
+    ``before`` are modifiers of llm-compressor that run before the recipe.
     """
 
     recipe: str
@@ -60,13 +60,13 @@ class Spec:
         return self.before | recipe
 
 
-# blocks as wide as an expert leave whole experts only: all that live have one width
+# blocks as wide as an expert leave only unpruned experts: all that are kept have one width
 WHOLE_EXPERTS: Modifiers = {"AlignmentModifier": {"block_size": 512, "min_width": 512}}
 QUANTIZED_NOWHERE: Modifiers = {"QuantizationModifier": {"ignore": ["re:.*"]}}
-# what three ranks divide, save the experts' 512 channels
+# sizes that three ranks divide, except for the experts' 512 channels
 FOR_THREE_RANKS = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 9 * 64}
 
-# every layer loses two fifths of its channels and some experts, those that would keep less than two blocks
+# two fifths of the channels of every layer are removed, and the experts that would keep less than two blocks
 TWO_FIFTHS: Modifiers = {
     "CoverageModifier": {"sparsity": 0.4, "inter_layer": "uniform"},
     "AlignmentModifier": {"min_width": 128},
@@ -95,7 +95,7 @@ FLOAT8_ATTENTION: Modifiers = {
     }
 }
 BLOCKS_OF_64: Modifiers = {"AlignmentModifier": {"block_size": 64, "min_width": 128}}
-# one scale for each row allows any width
+# with one scale for each row, any width is possible
 EXACT_WIDTHS: Modifiers = {"AlignmentModifier": {"block_size": 1, "min_width": 128}}
 
 
@@ -147,24 +147,24 @@ def make(name: str, directory: Path, workspace: Path) -> None:
     output = directory / name
     shutil.rmtree(output, ignore_errors=True)
     recipe = yaml.safe_dump({"prune_stage": {"prune_modifiers": spec.modifiers()}}, sort_keys=False)
-    # the toolkit trusts the code of no path
+    # llm-compressor does not load code from a path
     trusted = spec.family == LISTED
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True) if trusted else str(source)
     options: dict[str, Any] = {"batch_size": 4, "output_dir": str(output), "trust_remote_code_model": trusted}
     saved = oneshot(model=model, dataset=token_batches(), recipe=recipe, **options)
-    # load() leaves activations as they are, where engines quantize them
-    answers = as_engines_compute(saved) if _quantizes_activations(saved) else None
-    # not in the directory: engines load every safetensors file they find there
-    save_file(expected(output, model=answers), directory / f"{name}.expected.safetensors")
+    # engines quantize activations, which load() does not
+    reference = as_engines_compute(saved) if _quantizes_activations(saved) else None
+    # not in the directory, because engines load every safetensors file in it
+    save_file(expected(output, model=reference), directory / f"{name}.expected.safetensors")
 
 
 def as_engines_compute(model: PreTrainedModel) -> PreTrainedModel:
     """A model in memory that quantizes activations token by token, also in its experts.
 
-    Of a matrix of tokens, which experts read, the toolkit takes one scale for all (compressed-tensors 0.19). With one
-    more axis in front it takes one for each. Products of weights and their scales are not rounded to bfloat16.
+    Products of weights and their scales are not rounded to bfloat16.
     """
     for layer in _quantized_layers(model):
+        # patch: tests-token-scales
         layer.forward = partial(_with_one_more_axis, layer.forward)
     return model.to(torch.float32)
 
@@ -184,36 +184,38 @@ def _quantizes_activations(model: PreTrainedModel) -> bool:
 def expected(checkpoint: Path, device: str = "cpu", model: PreTrainedModel | None = None) -> dict[str, torch.Tensor]:
     """``prompt_ids`` int64 ``[64]`` and the log-probability of each next token, float32 ``[63]``.
 
-    ``float32`` and ``bfloat16``: what is computed in; first the checkpoint's own. ``bfloat16_shaken``, as many as
-    ``DRAWS``: in bfloat16 by layers that round otherwise, as they do in another right implementation.
+    ``float32`` and ``bfloat16`` are computed in these dtypes, the checkpoint's own first. ``bfloat16_shaken``,
+    ``DRAWS`` of them, is computed in bfloat16 with other roundings of each layer, like another correct implementation.
 
-    Where activations are quantized also ``float32_of_windows`` ``[16, 3]``, of each four tokens of the prompt by
-    themselves. The last bit of one value may decide to which of two numbers, far apart, it is rounded, and what comes
-    after it in a prompt is then another answer.
+    If activations are quantized, ``float32_of_windows`` ``[16, 3]`` is of each four tokens of the prompt alone: the
+    last bit of one value may decide to which of two distant numbers it is rounded, and log-probabilities after it in a
+    prompt then differ.
 
     Args:
-        model: what answers; the checkpoint as ``load`` opens it where not given.
+        checkpoint: its directory.
+        device: where to compute.
+        model: the model to run; by default the checkpoint as ``load`` opens it.
     """
     prompt_ids = torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7))
     trusted = "auto_map" in (checkpoint / "config.json").read_text()
     model = (model or load(checkpoint, trust_remote_code=trusted)).to(device).eval()
-    answers = {"prompt_ids": prompt_ids}
+    result = {"prompt_ids": prompt_ids}
     for dtype in sorted((torch.float32, torch.bfloat16), key=lambda dtype: dtype != model.dtype):
         name = str(dtype).removeprefix("torch.")
-        answers[name] = _logprobs(model.to(dtype), prompt_ids)
+        result[name] = _logprobs(model.to(dtype), prompt_ids)
         if dtype == torch.float32 and _quantizes_activations(model):
             windows = prompt_ids.split(WINDOW_TOKENS)
-            answers[f"{name}_of_windows"] = torch.stack([_logprobs(model, window) for window in windows])
+            result[f"{name}_of_windows"] = torch.stack([_logprobs(model, window) for window in windows])
     model.to(torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     for layer in model.get_decoder().layers:
         layer.register_forward_hook(partial(_shake, generator))
-    answers["bfloat16_shaken"] = torch.stack([_logprobs(model, prompt_ids) for _ in range(DRAWS)])
-    return answers
+    result["bfloat16_shaken"] = torch.stack([_logprobs(model, prompt_ids) for _ in range(DRAWS)])
+    return result
 
 
 def _shake(generator: torch.Generator, _: torch.nn.Module, __: Any, output: Any) -> Any:
-    """Move hidden states by up to one place of their last bit."""
+    """Change hidden states by up to one unit of their last bit."""
     hidden, *others = output if isinstance(output, tuple) else (output,)
     noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
     shaken = (hidden.float() * (1 + noise * torch.finfo(hidden.dtype).eps)).to(hidden.dtype)
@@ -227,7 +229,7 @@ def _logprobs(model: PreTrainedModel, prompt_ids: torch.Tensor) -> torch.Tensor:
 
 
 def make_half_written(directory: Path) -> None:
-    """What a process leaves that is killed while it saves, at the last moment, under a name to give to an engine."""
+    """The directory of a process that is killed at the end of saving, renamed so that an engine can open it."""
     model = load(directory / "ragged_fp32")
     if (child := os.fork()) == 0:
         torch.set_num_threads(1)  # threads do not survive a fork

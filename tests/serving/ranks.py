@@ -32,6 +32,7 @@ class RankProbe:
     model_runner: Any
 
     def allocate_what_stages_exchange(self) -> None:
+        # a later stage receives into the buffers that this allocates
         # patch: tests-cpu-pipeline
         self.model_runner.profile_run()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -25,9 +24,13 @@ from vllm.v1.worker import cpu_worker
 from moe_coverage_plugin.serving import compat
 from tests.serving.test_ranks import description
 
+FEATURES = Path("/proc/cpuinfo").read_text().split() if current_platform.is_cpu() else []
 ON_CPU = pytest.mark.skipif(not current_platform.is_cpu(), reason="a fault of builds for CPUs")
-# processors have the one or the other instruction set
-HAS_VNNI = any(name in Path("/proc/cpuinfo").read_text() for name in ("avx512_vnni", "avx_vnni"))
+ON_AVX2 = pytest.mark.skipif("avx2" not in FEATURES or "avx512f" in FEATURES, reason="a fault of builds for AVX2")
+WITHOUT_VNNI = pytest.mark.skipif(
+    "avx2" not in FEATURES or not {"avx512_vnni", "avx_vnni"}.isdisjoint(FEATURES),
+    reason="a fault on processors without VNNI",
+)
 
 
 def test_routers_take_no_list_of_removed_experts() -> None:
@@ -66,22 +69,11 @@ def test_cpu_router_without_groups_stops_at_sigmoid_scores() -> None:
         router.select_experts(hidden_states=torch.zeros(3, 4), router_logits=torch.zeros(3, 8))
 
 
-@ON_CPU
-def test_cpu_build_has_no_good_kernel_for_4_bit_linear_layers() -> None:
-    """Builds for AVX2 have none; that for AVX-512 sums in bfloat16 if it gets bfloat16."""
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        return
-    channels, x = 2048, torch.ones(1, 2048, dtype=torch.bfloat16)
-    weight = torch.full((2, channels * 2), 0x99999999 - (1 << 32), dtype=torch.int32)
-    scale = torch.full((1, 32), 1.01, dtype=torch.bfloat16)
-    y = ops.cpu_gemm_wna16(x, weight, scale, None, None, None, 8, "vec")
-    assert abs(y.float().mean().item() / (channels * scale[0, 0].item()) - 1) > 1e-3
-
-
-@ON_CPU
-@pytest.mark.skipif(hasattr(torch.ops._C, "cpu_gemm_wna16"), reason="a fault of builds for AVX2")
-def test_cpu_build_has_no_operator_for_4_bit_experts() -> None:
-    assert not hasattr(torch.ops._C, "fused_experts_cpu")
+@ON_AVX2
+@pytest.mark.parametrize("operator", ["cpu_gemm_wna16", "fused_experts_cpu"])
+def test_cpu_build_has_no_operators_for_4_bit_weights(operator: str) -> None:
+    """Of linear layers and of experts. The build for AVX-512 has both, and sums the former in 16 bits."""
+    assert not hasattr(torch.ops._C, operator)
 
 
 def test_cpu_communicator_cannot_gather_tokens() -> None:
@@ -94,17 +86,21 @@ def test_cpu_build_rotates_heads_wrongly() -> None:
     assert compat.misrotates_heads()
 
 
-@ON_CPU
-@pytest.mark.skipif(HAS_VNNI, reason="a fault on processors without VNNI")
+@WITHOUT_VNNI
 def test_products_of_8_bit_integers_overflow() -> None:
     assert compat.saturates_int8_products()
 
 
-def test_cpu_worker_allocates_buffers_of_stages_only_when_it_compiles() -> None:
-    """The profile run is a part of the warm-up, which eager mode leaves out."""
-    source = getsource(cpu_worker.CPUWorker)
-    assert "enforce_eager" in source
-    assert "profile_run" not in source
+def test_cpu_worker_leaves_out_the_profile_run_in_eager_mode() -> None:
+    assert "CompilationMode.NONE" in getsource(cpu_worker.CPUWorker._should_warm_up_model)
+
+
+def test_triton_interpreter_multiplies_bits_of_bfloat16() -> None:
+    from triton.runtime import interpreter
+
+    source = getsource(interpreter.InterpreterBuilder.create_dot)
+    assert "matmul" in source
+    assert "bfloat16" not in source
 
 
 def test_vllm_backend_of_lm_eval_looks_for_a_distribution_named_vllm() -> None:

@@ -8,6 +8,7 @@ interpreter the results of the hardware.
 import triton
 import triton.language as tl
 
+# patch: triton-interpreter
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, which has no inline assembly."""
 
@@ -59,6 +60,7 @@ def mma(x, w, acc, SWAP_AB: tl.constexpr):
         return dot(x, tl.trans(w), acc)
 
 
+# patch: triton-wait-for-dot
 @triton.jit
 def wait_for_dot(acc):
     """``acc`` after the dot product that computes it has finished; needed if its left operand is in registers.
