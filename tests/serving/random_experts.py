@@ -1,4 +1,4 @@
-"""Random experts of unequal width: what a checkpoint stores of them, and what they compute."""
+"""Random experts of unequal width: the tensors in a checkpoint, and the weights for the reference."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from moe_coverage_plugin.core.ragged import ExpertWeights
 from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.serving.storage import DOWN, GATE, UP, ExpertStorage
 
-# a range to be rounded holds zero
+# the range of a group's values includes zero
 EDGES = ((None, 0), (0, None))
 PROJECTIONS = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
 
 
 def float8_values(x: torch.Tensor) -> torch.Tensor:
-    """Float64 rows rounded to the nearest 8-bit floats, ties to even, which are scaled by the largest of each row."""
+    """Round float64 rows to the nearest 8-bit floats, ties to even, with a scale by the largest value of each row."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / values[-1] if x.numel() else 1.0
     wanted = x.abs() / scale
     above = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
     to_low, to_high = wanted - values[above - 1], values[above] - wanted
-    # the last bit of a mantissa is that of its place
+    # the last bit of a value's mantissa is the last bit of its index
     is_low = (to_low < to_high) | ((to_low == to_high) & (above % 2 == 1))
     return torch.where(is_low, values[above - 1], values[above]).copysign(x) * scale
 
 
 def quantize(weight: torch.Tensor, scheme: ExpertScheme) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Round as a quantizer does: what is stored, and the weight that it stands for."""
+    """Round like a quantizer; return the stored tensors and the weight that they represent."""
     rows, columns = weight.shape
     if scheme.bits == 8:
         scale = weight.abs().amax(-1, keepdim=True) / 448
@@ -52,10 +52,10 @@ def quantize(weight: torch.Tensor, scheme: ExpertScheme) -> tuple[dict[str, torc
 
 
 class RaggedExperts:
-    """Random experts of given widths: what a checkpoint stores of them, and what they compute.
+    """Random experts of given widths.
 
     Attributes:
-        weights: the judge's experts, ``None`` where the width is 0.
+        weights: experts for the reference, ``None`` if the width is 0.
         tensors: ``(tensor, shard, expert)`` to the tensor in the checkpoint.
     """
 
@@ -94,7 +94,7 @@ class RaggedExperts:
         return bias
 
     def of_rank(self, storage: ExpertStorage) -> list[ExpertWeights | None]:
-        """The judge's experts with the channels that a rank holds."""
+        """The experts for the reference, with the channels that a rank holds."""
         parts: list[ExpertWeights | None] = []
         for expert, (start, stop) in zip(self.weights, storage.ranges_E, strict=True):
             if expert is None:
@@ -108,7 +108,7 @@ class RaggedExperts:
         return parts
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """What enters a projection, as the scheme rounds it; for the judge."""
+        """The input of a projection as the scheme rounds it, for the reference."""
         return float8_values(x.to(self.dtype).double()) if self.scheme.bits == 8 else x.double()
 
     def storage(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
@@ -124,14 +124,14 @@ class RaggedExperts:
         return storage, layer
 
     def loaded(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
-        """The experts of one rank with everything in its place."""
+        """The experts of one rank with all tensors loaded."""
         storage, layer = self.storage(rank, world_size)
         self.load(layer)
         storage.check_complete()
         return storage, layer
 
     def load(self, layer: torch.nn.Module, keys: Sequence[tuple[str, str, int]] | None = None) -> None:
-        """Hand checkpoint tensors to the loaders, as vLLM does."""
+        """Pass checkpoint tensors to the loaders, like vLLM."""
         for tensor, shard, expert in self.tensors if keys is None else keys:
             name = f"{'w2' if shard == DOWN else 'w13'}_{tensor}"
             param = getattr(layer, name)

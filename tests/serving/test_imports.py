@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+from moe_coverage_plugin import serving
 
 
 def modules_after(statement: str) -> set[str]:
@@ -21,3 +24,8 @@ def test_registration_needs_no_toolkit() -> None:
     assert "llmcompressor" not in modules
     halves = {f"moe_coverage_plugin.{half}" for half in ("modeling", "calibration", "checkpoint.saving", "modifiers")}
     assert not halves & modules
+
+
+def test_the_serving_half_logs_through_vllm() -> None:
+    files = Path(serving.__file__).parent.rglob("*.py")
+    assert not [file for file in files if "loguru" in file.read_text()]

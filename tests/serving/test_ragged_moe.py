@@ -8,7 +8,7 @@ from moe_coverage_plugin.serving.storage import ExpertStorage
 from tests.serving.random_experts import RaggedExperts
 
 TOP_K = 2
-UGLY = [37, 0, 1, 128, 5, 64, 0, 99]  # nothing, one channel, the full width, and no multiple of anything
+UGLY = [37, 0, 1, 128, 5, 64, 0, 99]  # removed, one channel, the full width, and odd widths
 BLOCKS = [32, 0, 64, 128, 96, 32, 0, 64]
 SCHEMES = [
     (ExpertScheme(), UGLY),
@@ -49,7 +49,7 @@ def forward(
     )
 
 
-def judge(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def reference(experts: RaggedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return reference_moe(x, ids, weights, experts.weights, torch.nn.functional.silu, experts.rounded)
 
 
@@ -57,7 +57,7 @@ def assert_equal(experts: RaggedExperts, found: torch.Tensor, expected: torch.Te
     if experts.scheme.bits != 8:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         return
-    # now and then an activation lies in the middle of two 8-bit floats, and the other one is an eighth away at most
+    # an activation in the middle of two 8-bit floats may be rounded to either, which differ by at most an eighth
     difference, norm = (found - expected).norm(dim=-1), expected.norm(dim=-1)
     assert (difference <= norm / 8).all()
     assert (difference <= 1e-5 * norm).float().mean() > 0.9
@@ -67,20 +67,20 @@ def assert_equal(experts: RaggedExperts, found: torch.Tensor, expected: torch.Te
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 3, 64])
 def test_equals_reference(scheme: ExpertScheme, widths: list[int], tokens: int, bias: bool) -> None:
-    """Case 16, case 27: what is loaded, biases included, answers one token and many, and rightly."""
+    """Case 16, case 27: loaded experts, with biases and without, compute one token and many correctly."""
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(tokens, experts.hidden), route(widths, tokens)
     found = forward(experts, *experts.loaded(), x, weights, ids)
-    assert_equal(experts, found, judge(experts, x, weights, ids))
+    assert_equal(experts, found, reference(experts, x, weights, ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     experts = RaggedExperts(UGLY, dtype=dtype)
     x, (weights, ids) = torch.randn(64, experts.hidden).to(dtype), route(UGLY, 64)
-    found, expected = forward(experts, *experts.loaded(), x, weights, ids), judge(experts, x, weights, ids)
+    found, expected = forward(experts, *experts.loaded(), x, weights, ids), reference(experts, x, weights, ids)
     assert found.dtype == dtype
-    # Three roundings to dtype lie between input and output, of values up to the largest output.
+    # values up to the largest output are rounded to dtype three times between input and output
     scale = 3 * torch.finfo(dtype).eps * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=scale)
 
@@ -91,7 +91,7 @@ def test_all_tokens_to_the_same_experts(scheme: ExpertScheme, widths: list[int])
     x, (weights, _) = torch.randn(17, experts.hidden), route(widths, 17)
     ids = torch.tensor([[2, 3]]).expand(17, TOP_K)
     found = forward(experts, *experts.loaded(), x, weights, ids)
-    assert_equal(experts, found, judge(experts, x, weights, ids))
+    assert_equal(experts, found, reference(experts, x, weights, ids))
 
 
 def test_no_tokens() -> None:
@@ -103,14 +103,14 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
-def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_size: int, bias: bool) -> None:
+def test_outputs_of_ranks_add_up(scheme: ExpertScheme, widths: list[int], world_size: int, bias: bool) -> None:
     experts = RaggedExperts(widths, scheme=scheme, bias=bias)
     x, (weights, ids) = torch.randn(32, experts.hidden), route(widths, 32)
     parts = [forward(experts, *experts.loaded(rank, world_size), x, weights, ids) for rank in range(world_size)]
     if scheme.bits != 8:
-        assert_equal(experts, sum(parts), judge(experts, x, weights, ids))
+        assert_equal(experts, sum(parts), reference(experts, x, weights, ids))
         return
-    # the scale of a token is that of the channels that a rank holds
+    # a token has a scale on each rank, from the channels that the rank holds
     for rank, part in enumerate(parts):
         held = experts.of_rank(experts.storage(rank, world_size)[0])
         expected = reference_moe(x, ids, weights, held, torch.nn.functional.silu, experts.rounded)
@@ -121,7 +121,7 @@ def test_ranks_sum_to_the_whole(scheme: ExpertScheme, widths: list[int], world_s
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("width", [768, 640, 896])
 def test_shares_that_would_end_within_a_group(width: int, group_size: int, world_size: int) -> None:
-    """Case 3, case 6: scales follow the channels that a rank holds, told by numbers and not by that it loads.
+    """Case 3, case 6: scales belong to the channels that a rank holds, which is checked by the output.
 
     Case 1, case 2: 192 or 320 channels for each rank would cut a group of 128; case 8: 64 is as good as 128.
     """
@@ -129,7 +129,7 @@ def test_shares_that_would_end_within_a_group(width: int, group_size: int, world
     experts = RaggedExperts(widths, hidden=256, scheme=ExpertScheme(4, group_size))
     x, (weights, ids) = torch.randn(9, experts.hidden), route(widths, 9)
     parts = [forward(experts, *experts.loaded(rank, world_size), x, weights, ids) for rank in range(world_size)]
-    torch.testing.assert_close(sum(parts), judge(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(parts), reference(experts, x, weights, ids), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weight_on_input", [False, True])
@@ -160,17 +160,17 @@ def test_padding_adds_nothing() -> None:
     x, (weights, ids) = torch.randn(8, experts.hidden), route(UGLY, 8)
     ids[5:] = -1
     found = forward(experts, *experts.loaded(), x, weights, ids)
-    torch.testing.assert_close(found[:5], judge(experts, x[:5], weights[:5], ids[:5]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[:5], reference(experts, x[:5], weights[:5], ids[:5]), rtol=1e-5, atol=1e-5)
     assert not found[5:].any()
 
 
 def test_weight_on_input() -> None:
-    """Case 18: where a model weighs the input of its experts, so do we."""
+    """Case 18: some models multiply the routing weight into the input of an expert."""
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(16, experts.hidden), route(UGLY, 16)
     weights, ids = weights[:, :1], ids[:, :1]
     found = forward(experts, *experts.loaded(), x, weights, ids, weight_on_input=True)
-    expected = judge(experts, x * weights, torch.ones_like(weights), ids)
+    expected = reference(experts, x * weights, torch.ones_like(weights), ids)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_operator_is_well_formed(scheme: ExpertScheme, widths: list[int]) -> Non
         "silu",
         False,
     )
-    # the first one multiplies what it is given by zero, which torch does not do with 8-bit floats
+    # test_schema multiplies its inputs by zero, which torch does not support for 8-bit floats
     of_any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         ragged_moe_operator, arguments, test_utils=of_any if scheme.bits == 8 else ("test_schema", *of_any)
