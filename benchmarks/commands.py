@@ -1,4 +1,4 @@
-"""Command lines as results quote them."""
+"""Command lines for results, without paths of this machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def portable(module: str, arguments: Sequence[str], without: Collection[str]) -> str:
-    """The command that measures the same elsewhere.
+    """Return the command that repeats a measurement elsewhere.
 
     Args:
-        module: what ``python -m`` runs.
-        arguments: its own; files outside the working directory are named without their place.
+        module: module for ``python -m``.
+        arguments: its arguments; files outside of the working directory are named without their directory.
         without: options that change no figure, each with a value.
     """
-    dropped = {index + offset for index, each in enumerate(arguments) if each in without for offset in (0, 1)}
-    kept = (_portable(each) for index, each in enumerate(arguments) if index not in dropped)
+    left_out = {index + offset for index, each in enumerate(arguments) if each in without for offset in (0, 1)}
+    kept = (_portable(each) for index, each in enumerate(arguments) if index not in left_out)
     return shlex.join(["python", "-m", module, *kept])
 
 

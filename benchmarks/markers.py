@@ -1,4 +1,4 @@
-"""RESULTS.md: each benchmark writes between markers of its own; what stands around them stays."""
+"""Writes sections of RESULTS.md: each benchmark between its own markers; other text is unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TITLE = "# Measured results"
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines that a part of the file begins and ends with."""
+    """Return the first and the last line of a section."""
     return f"<!-- {name} begin -->", f"<!-- {name} end -->"
 
 
@@ -20,13 +20,13 @@ def write_between(path: Path, name: str, introduction: str, body: str) -> None:
     """Put ``body`` between the markers of ``path``.
 
     Args:
-        path: made where it is missing, of ``TITLE`` and ``introduction``.
-        name: of the markers.
-        introduction: a section with the markers in it.
+        path: file; by default, written with ``TITLE`` and ``introduction``.
+        name: name of the markers.
+        introduction: section with the markers.
         body: Markdown.
 
     Raises:
-        CoverageError: a file without the markers.
+        CoverageError: the file does not have the markers.
     """
     begin, end = markers(name)
     text = path.read_text(encoding="utf-8") if path.exists() else f"{TITLE}\n\n{introduction}"

@@ -1,11 +1,11 @@
-"""NF4 by bitsandbytes beside W4A16: loss, bytes and speed in transformers, and what aligned widths do for it.
+"""NF4 of bitsandbytes compared with W4A16: loss, bytes and speed in transformers, and the effect of aligned widths.
 
-Prunes a model by the recommended recipe and by the paper's, to exact widths and to blocks of 64, and opens what comes
-out in 16 bit, in NF4, and from a checkpoint in W4A16, which is decompressed. Experts are linear layers in the
-toolkit's container in every variant, the unpruned one, too: transformers alone keeps those of a layer in one tensor,
-which bitsandbytes leaves in 16 bit. Speeds are taken in rounds, in each of which every variant has its turn.
+Prunes a model by the recommended recipe and by the paper's, to exact widths and to blocks of 64, and opens the results
+in 16 bit, in NF4, and from a checkpoint in W4A16, which is decompressed. Experts are linear layers in the toolkit's
+container in all variants, because transformers has the experts of a layer in one tensor, which bitsandbytes leaves in
+16 bit. Speeds are measured in rounds, each with all variants.
 
-    python -m benchmarks.nf4                       # the mini-MoE of this repository, on whatever there is
+    python -m benchmarks.nf4                       # the mini-MoE of this repository, on this machine
     python -m benchmarks.nf4 --model testbed=DIR --calibration web=web.txt code=code.txt --evaluation wiki=wiki.txt
     python -m benchmarks.nf4 --render
 """
@@ -50,7 +50,7 @@ PACKAGES = (
 NF4_BLOCK = 64
 SCALE_BYTES = 4
 NF4_BYTES = 0.5 + SCALE_BYTES / NF4_BLOCK
-"""Of a number, without double quantization."""
+"""Bytes of a number, without double quantization."""
 PROMPT = 32
 
 PRUNINGS: dict[tuple[str, str], Callable[[float], Recipe]] = {
@@ -65,7 +65,7 @@ WEIGHTS = ("16 bit", "NF4", "NF4, scales in 8 bit", "W4A16")
 
 @dataclass(frozen=True)
 class Variant:
-    """A pruning and what its weights are in."""
+    """A pruned model and the format of its weights."""
 
     method: str
     widths: str
@@ -73,16 +73,16 @@ class Variant:
 
     @property
     def bits(self) -> int:
-        """Of the checkpoint: NF4 is made of one in 16 bit."""
+        """Bits of the checkpoint; NF4 is made from one in 16 bit."""
         return 4 if self.weights == "W4A16" else 16
 
     @property
     def checkpoint(self) -> str:
-        """Name of its directory."""
+        """Name of the checkpoint's directory."""
         return f"{self.method}-{self.widths}-{self.bits}"
 
     def open(self, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """The model, which computes in ``dtype``."""
+        """Open the model, to compute in ``dtype``."""
         config = None
         if self.weights.startswith("NF4"):
             config = BitsAndBytesConfig(
@@ -96,7 +96,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """All rows; groups of W4A16 do not fit exact widths."""
+    """All rows; exact widths are not multiples of the groups of W4A16."""
     return [
         Variant(method, widths, weights)
         for method, widths in PRUNINGS
@@ -106,7 +106,7 @@ def variants() -> list[Variant]:
 
 
 def write_checkpoints(bench: Bench, args: argparse.Namespace, directory: Path, calibration: Any) -> None:
-    """One for every pruning in 16 bit, and where widths are blocks, in W4A16."""
+    """Write a checkpoint of each pruning in 16 bit and, if widths are aligned, in W4A16."""
     written: set[str] = set()
     for variant in variants():
         if variant.checkpoint in written:
@@ -119,7 +119,7 @@ def write_checkpoints(bench: Bench, args: argparse.Namespace, directory: Path, c
 
 
 def stored_expert_bytes(checkpoint: Path) -> int:
-    """Of experts in the files; any number that is no packed integer counts 2 bytes, whatever it was computed in."""
+    """Bytes of experts in the files; a floating-point number counts 2 bytes, whatever its dtype."""
     total = 0
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
@@ -129,10 +129,10 @@ def stored_expert_bytes(checkpoint: Path) -> int:
 
 
 def held_expert_bytes(model: PreTrainedModel) -> int:
-    """Of experts in memory, as :func:`stored_expert_bytes` counts; 4-bit ones with their scales and tables."""
+    """Bytes of experts in memory, as :func:`stored_expert_bytes` counts; in NF4 with scales and tables."""
     held: dict[int, int] = {}
-    for block in find_moe_layers(model):
-        for linear in expert_linears(block):
+    for layer in find_moe_layers(model):
+        for linear in expert_linears(layer):
             for tensor in linear.parameters():
                 state = getattr(tensor, "quant_state", None)
                 if state is None:
@@ -148,22 +148,22 @@ def _state_tensors(state: Any) -> Iterable[Tensor]:
 
 
 def padding(model: PreTrainedModel) -> dict[str, float]:
-    """What whole blocks of 64 numbers take beyond the numbers that there are, in NF4 with scales of 4 bytes.
+    """Bytes of padding to blocks of 64 numbers in NF4, with scales of 4 bytes.
 
     Returns:
-        ``bytes`` of the experts' own numbers, and on top of them: ``held`` by bitsandbytes, whose blocks run on from
-        row to row; ``by_rows``, if every row began a block; ``by_channels``, if every expert were widened to whole
-        blocks. ``aligned`` is the share of live experts whose width is whole blocks.
+        ``bytes`` of the experts without padding, and the padding: ``held`` by bitsandbytes, whose blocks continue from
+        row to row; ``by_rows``, if each row began a block; ``by_channels``, if each expert were padded to a multiple
+        of 64 channels. ``aligned`` is the share of kept experts whose width is such a multiple.
     """
     numbers, held, by_rows, by_channels, widths = 0, 0, 0, 0, []
-    for block in find_moe_layers(model):
-        widths += [width for width in block.widths if width]
-        for linear in expert_linears(block):
+    for layer in find_moe_layers(model):
+        widths += [width for width in layer.widths if width]
+        for linear in expert_linears(layer):
             rows, columns = linear.out_features, linear.in_features
             numbers += rows * columns
             held += _missing(rows * columns)
             by_rows += rows * _missing(columns)
-            # of the two, hidden sizes are whole blocks
+            # the other dimension is the hidden size, a multiple of 64
             by_channels += rows * _missing(columns) + columns * _missing(rows)
     return {
         "bytes": numbers * NF4_BYTES,
@@ -175,12 +175,12 @@ def padding(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _missing(count: int) -> int:
-    """Numbers that a last block lacks."""
+    """Numbers that are missing in the last block."""
     return -count % NF4_BLOCK
 
 
 def seconds_of(run: Callable[[PreTrainedModel], object], model: PreTrainedModel) -> float:
-    """Of one run, with all that a device still has to do."""
+    """Seconds of one run, until the device has finished."""
     _finish()
     start = time.perf_counter()
     run(model)
@@ -206,7 +206,7 @@ def _decode(model: PreTrainedModel, ids_S: Tensor, tokens: int) -> None:
 
 
 def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Tokens/s of each model, and its ratio to the first: the median over rounds of the ratio within a round."""
+    """Tokens per second of each model, and ratio to the first model: median over rounds of the ratio in a round."""
     ids_BS = ids_WS[: args.batch_size].to(args.device)
     runs: dict[str, tuple[Callable[[PreTrainedModel], object], int]] = {
         "forward": (lambda model: _forward(model, ids_BS), ids_BS.numel()),
@@ -215,7 +215,7 @@ def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse
     measured: list[dict[str, float]] = [{} for _ in models]
     for name, (run, tokens) in runs.items():
         for model in models:
-            # kernels are compiled, tables are made
+            # to compile kernels
             run(model)
         rounds = [[seconds_of(run, model) for model in models] for _ in range(args.rounds)]
         for index, figures in enumerate(measured):
@@ -225,7 +225,7 @@ def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole job; figures and what they were made with."""
+    """Run the benchmark; return figures, settings and versions."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(args.model[1])
     evaluation = evaluation_windows(args.evaluation, args.calibration, tokenizer, args.windows)
     calibration = draw(
@@ -249,7 +249,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     "widths": variant.widths,
                     "weights": variant.weights,
                     "losses": losses,
-                    "channels": sum(sum(block.widths) for block in find_moe_layers(model)),
+                    "channels": sum(sum(layer.widths) for layer in find_moe_layers(model)),
                     "stored_expert_bytes": stored_expert_bytes(directory / variant.checkpoint),
                     "held_expert_bytes": held_expert_bytes(model),
                     "padding": padding(model),
@@ -294,11 +294,11 @@ def section(record: Record) -> str:
                 f"- Calibrated on {record['calibration']}.",
                 f"- Measured on {'; '.join(record['evaluation'])}.",
                 f"- Forward: {windows} windows of {length} tokens at once. Decode: {record['new_tokens']} tokens of "
-                f"one sequence, greedy. Medians of {record['rounds']} rounds; in brackets those over the first row.",
+                f"one sequence, greedy. Medians of {record['rounds']} rounds; in brackets: ratio to the first row.",
             )
         ),
         _results_table(record["rows"]),
-        "Bytes that whole blocks of 64 numbers add to experts in NF4, as a share of their own:",
+        "Padding of experts in NF4 to blocks of 64 numbers, as a share of their bytes:",
         _padding_table(record["rows"]),
     ]
     return "\n\n".join(lines)
@@ -338,8 +338,8 @@ def _padding_table(rows: list[dict[str, Any]]) -> str:
                 [f"{row['method']}, {row['widths']}", f"{row['channels']:,}", f"{pads['aligned']:.0%}", *shares]
             )
     headers = [
-        *("pruned, widths", "channels", "experts of whole blocks", "bitsandbytes, as it is"),
-        *("if every row began a block", "if experts were widened to whole blocks"),
+        *("pruned, widths", "channels", "experts of aligned width", "bitsandbytes"),
+        *("if each row began a block", "if experts were padded to blocks"),
     ]
     aligned = ("left", *["right"] * (len(headers) - 1))
     return tabulate(table, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
@@ -348,8 +348,8 @@ def _padding_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = run_parser("benchmarks.nf4", __doc__, "--calibration", RESULT, "to measure speed in")
     parser.add_argument("--sparsity", type=float, default=0.25)
-    parser.add_argument("--batch-size", type=int, default=8, help="windows at once where speed is measured")
-    parser.add_argument("--new-tokens", type=int, default=32, help="decoded where speed is measured")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows of a forward pass, for speed")
+    parser.add_argument("--new-tokens", type=int, default=32, help="decoded tokens, for speed")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     measure_or_render(args, NAME, "NF4 by bitsandbytes", measure, section)

@@ -1,23 +1,23 @@
-"""The protocol of the paper (arXiv 2606.18304), for whoever has the weights: one command a row of its tables.
+r"""The protocol of the paper (arXiv 2606.18304): one command for each row of its tables; needs the models' weights.
 
-    python -m benchmarks.paper_protocol --model qwen3-30b-a3b --variant coverage_p50 --task gsm8k \\
+    python -m benchmarks.paper_protocol --model qwen3-30b-a3b --variant coverage_p50 --task gsm8k \
         --calibration c4=c4.txt gsm8k=gsm8k_train.txt code=code.txt --work paper
 
 A row is a model, a variant (the unpruned model, or a recipe of the package) and a task. Leave out --model, --variant
-or --task to run all of them in turn; --dry-run prints the commands instead. Rows that are done are not run again: a
-checkpoint that is written stays, and ``moe-coverage eval`` keeps the tasks that its file of results has. At the end
-stands a table of each model with its bytes.
+or --task to run all of them in turn; --dry-run prints the commands instead. Finished rows are not run again, because
+checkpoints are kept, and ``moe-coverage eval`` skips tasks that have results. At the end, a table of each model is
+printed.
 
 Tasks are those of lm-eval: 0-shot, MMLU 5-shot, GSM8K with the 8 worked examples of gsm8k_cot, MATH-500 scored as
-hendrycks_math500. lm-eval fetches their data. HumanEval runs what the model writes, so it needs --run-unsafe-code, and
-HF_ALLOW_CODE_EVAL=1 in the environment. DeepSeek-MoE-16B brings code of its own, which `moe-coverage oneshot` does not
-run: write its checkpoints from Python, where this looks for them.
+hendrycks_math500. lm-eval downloads their data. HumanEval runs programs that the model writes, so it needs
+--run-unsafe-code, and HF_ALLOW_CODE_EVAL=1 in the environment. DeepSeek-MoE-16B has Python files of its own, which
+`moe-coverage oneshot` does not run: write its checkpoints from Python, to the directories that --dry-run prints.
 
-Calibration on the domain of the task: give several texts, NAME=FILE. With --matched a task is measured on a checkpoint
-that was calibrated on its own domain (gsm8k for GSM8K and MATH-500, code for HumanEval, c4 for all others), otherwise
-on one that was calibrated on all texts, each in proportion to its size.
+For calibration on the domain of the task, give several texts, NAME=FILE, and --matched: a task is then measured on a
+checkpoint that was calibrated on its domain (gsm8k for GSM8K and MATH-500, code for HumanEval, c4 for all others).
+Otherwise, checkpoints are calibrated on all texts, in proportion to their sizes.
 
-Any other model, variant or question: --model NAME=PATH, --variant RECIPE.yaml, --multiple-choice FILE.jsonl.
+Other models, variants or questions: --model NAME=PATH, --variant RECIPE.yaml, --multiple-choice FILE.jsonl.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# the authors' configurations name Qwen3-30B-A3B-Thinking-2507 where the paper says Qwen3-30B-A3B: --model NAME=PATH
+# for Qwen3-30B-A3B of the paper, the authors' configurations name Qwen3-30B-A3B-Thinking-2507: --model NAME=PATH
 MODELS = {
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "deepseek-moe-16b": "deepseek-ai/deepseek-moe-16b-base",
@@ -45,7 +45,7 @@ SCRIPT = ("-m", "moe_coverage_plugin.cli")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the paper measures a task: worked examples beyond the task's own, and the domain of its text."""
+    """How the paper measures a task: name in lm-eval, number of worked examples, and domain of its text."""
 
     task: str
     few_shot: int | None = None
@@ -61,7 +61,7 @@ TASKS = {
     "boolq": Protocol("boolq"),
     "winogrande": Protocol("winogrande"),
     "mmlu": Protocol("mmlu", few_shot=5),
-    # its eight worked examples stand in the task file
+    # the task file has its eight worked examples
     "gsm8k": Protocol("gsm8k_cot", domain="gsm8k"),
     "humaneval": Protocol("humaneval", domain="code", runs_code=True),
     "math500": Protocol("hendrycks_math500", domain="gsm8k"),
@@ -70,7 +70,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a table: which checkpoint it is measured on, where that lies, and the commands in between."""
+    """One figure of a table: model, recipe and task."""
 
     model: str
     source: str
@@ -79,11 +79,11 @@ class Row:
     corpus: str | None
 
     def checkpoint(self, work: Path) -> str:
-        """The directory to measure; the model itself where nothing is pruned."""
+        """The directory to measure; that of the model itself if it is not pruned."""
         return self.source if self.variant == UNPRUNED else str(work / self.model / "checkpoints" / self._name)
 
     def results(self, work: Path) -> Path:
-        """The file that takes the figure."""
+        """The file of the results."""
         return work / self.model / f"{self._name}.json"
 
     @property
@@ -93,7 +93,7 @@ class Row:
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:
-    """What was asked for: models, then variants, then tasks.
+    """Rows by model, then variant, then task.
 
     Raises:
         SystemExit: an unknown model or task, or a domain without text.
@@ -107,7 +107,7 @@ def rows(arguments: Namespace) -> Iterator[Row]:
 
 
 def commands(row: Row, arguments: Namespace) -> Iterator[list[str]]:
-    """What makes a row: the checkpoint, unless it is there, and its figure."""
+    """Commands of a row: write the checkpoint, if it does not exist, and evaluate it."""
     work = Path(arguments.work)
     checkpoint = row.checkpoint(work)
     if row.variant != UNPRUNED and not Path(checkpoint, "config.json").is_file():
@@ -126,7 +126,7 @@ def commands(row: Row, arguments: Namespace) -> Iterator[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run rows, or print their commands; the status is that of the first command that fails."""
+    """Run rows, or print their commands; return the status of the first command that fails."""
     arguments = _parser().parse_args(argv)
     asked = list(rows(arguments))
     for row in asked:
@@ -198,19 +198,19 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--variant", nargs="+", metavar="RECIPE", help=", ".join(VARIANTS))
     parser.add_argument("--task", nargs="+", choices=TASKS, default=[], metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--multiple-choice", nargs="+", default=[], metavar="FILE", help="questions as JSON lines")
-    parser.add_argument("--calibration", nargs="+", default=[], metavar="NAME=FILE", help="text to measure on")
+    parser.add_argument("--calibration", nargs="+", default=[], metavar="NAME=FILE", help="text to calibrate on")
     parser.add_argument("--matched", action="store_true", help="calibrate on the domain of the task")
     parser.add_argument("--samples", type=int, default=512, help="windows of text (default: %(default)s)")
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--backend", choices=("hf", "vllm"), default="hf")
-    parser.add_argument("--eval-python", default=sys.executable, help="where vLLM is, if --backend vllm is not here")
-    parser.add_argument("--limit", type=int, help="only the first documents, to try it out")
-    parser.add_argument("--run-unsafe-code", action="store_true", help="let HumanEval run what the model writes")
+    parser.add_argument("--eval-python", default=sys.executable, help="Python of vLLM's environment, for vllm")
+    parser.add_argument("--limit", type=int, help="number of documents of each task, for a trial")
+    parser.add_argument("--run-unsafe-code", action="store_true", help="let HumanEval run programs of the model")
     parser.add_argument(
-        "--eval-args", type=shlex.split, default=[], metavar="'...'", help="more for moe-coverage eval"
+        "--eval-args", type=shlex.split, default=[], metavar="'...'", help="further arguments of moe-coverage eval"
     )
-    parser.add_argument("--oneshot-args", type=shlex.split, default=[], metavar="'...'", help="and of oneshot")
-    parser.add_argument("--work", required=True, metavar="DIR", help="where checkpoints and results go")
+    parser.add_argument("--oneshot-args", type=shlex.split, default=[], metavar="'...'", help="the same of oneshot")
+    parser.add_argument("--work", required=True, metavar="DIR", help="directory of checkpoints and results")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     return parser
 

@@ -16,7 +16,7 @@ PICTURE = Path(__file__).with_name("pareto.png")
 TABLE = "sweep"
 METHODS = ("unpruned", "recommended + reconstruct", "paper", "REAP", "uniform width")
 BITS = (16, 4)
-# beyond, the lines of all methods are steep
+# above, the loss of all methods rises steeply
 MOST_REMOVED = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks whose runs are records in a JSON file: their common options, and how runs are kept and written down."""
+"""Common options of benchmarks whose runs are records in a JSON file, and rendering of the records."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def run_parser(
     """Options of a model, texts, windows, machine and files; the mini-MoE of this repository by default.
 
     Args:
-        module: what ``python -m`` runs.
-        description: of the help.
-        texts: the option that names the texts to calibrate on.
-        result: JSON to add runs to.
-        dtype_help: what computes in ``--dtype``.
+        module: module for ``python -m``.
+        description: description in the help.
+        texts: option for the texts to calibrate on.
+        result: JSON file to add runs to.
+        dtype_help: help of ``--dtype``.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,8 +38,8 @@ def run_parser(
     parser.add_argument("--model", type=_model, default=("mini_moe", MINI_MOE), metavar="[NAME=]DIR")
     parser.add_argument(texts, **source, default=[Source("calibration", MINI_MOE / "calibration.txt")])
     parser.add_argument("--evaluation", **source, default=[Source("heldout", MINI_MOE / "heldout.txt")])
-    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
-    parser.add_argument("--calibration-windows", type=int, default=96, help=f"drawn from the texts of {texts}")
+    parser.add_argument("--windows", type=int, default=112, help="windows of each evaluation text, from the first")
+    parser.add_argument("--calibration-windows", type=int, default=96, help=f"windows drawn from the texts of {texts}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
     parser.add_argument(
@@ -48,8 +48,8 @@ def run_parser(
         default="float32" if accelerator is None else "bfloat16",
         help=f"{dtype_help}; many CPUs compute in float32 only",
     )
-    parser.add_argument("--directory", type=Path, help="for checkpoints, which are removed at the end")
-    parser.add_argument("--output", type=Path, default=result, help="JSON; runs are added to it")
+    parser.add_argument("--directory", type=Path, help="directory for checkpoints, which are deleted at the end")
+    parser.add_argument("--output", type=Path, default=result, help="JSON file to add the run to")
     parser.add_argument("--render", action="store_true", help="measure nothing, write RESULTS.md")
     return parser
 
@@ -61,14 +61,14 @@ def measure_or_render(
     measure: Callable[[argparse.Namespace], Record],
     section: Callable[[Record], str],
 ) -> None:
-    """Add a run to those of ``args.output`` and print it, or put all of them into RESULTS.md.
+    """Add a run to ``args.output`` and print it, or write all runs into RESULTS.md.
 
     Args:
-        args: of ``run_parser``.
-        name: of the benchmark's module and of its markers.
-        title: of the section, where there is none yet.
-        measure: makes a run.
-        section: a record as Markdown.
+        args: parsed by :func:`run_parser`.
+        name: name of the benchmark's module and of its markers.
+        title: title of the section, if it does not exist yet.
+        measure: runs the benchmark.
+        section: renders a record as Markdown.
     """
     file: Path = args.output
     if args.render:

@@ -1,12 +1,11 @@
-"""How much of the loss that pruning costs a fine-tuning of some minutes wins back, on text that it never saw.
+r"""Part of the loss of pruning that some minutes of fine-tuning recover, on unseen text.
 
-Prunes a model by the recommended recipe, without quantization, on windows drawn from the texts to train on; measures
-the unpruned and the pruned model; fine-tunes for about the given time, loading, measuring and saving included; and
-measures what was written. The number of steps follows from a few steps that are timed first, and may be limited by how
-often the text is gone through, since a card is done with a small text in seconds.
+Prunes a model by the recommended recipe, without quantization, on windows of the training texts; measures the unpruned
+and the pruned model; fine-tunes for about the given time, with loading, measuring and saving; and measures the result.
+The number of steps follows from a few steps that are timed first; --epochs limits it for small texts.
 
-    python -m benchmarks.recovery --minutes 2          # the mini-MoE of this repository, on whatever there is
-    python -m benchmarks.recovery --model testbed=DIR --train web=web.txt code=code.txt --evaluation wiki=wiki.txt \\
+    python -m benchmarks.recovery --minutes 2          # the mini-MoE of this repository, on this machine
+    python -m benchmarks.recovery --model testbed=DIR --train web=web.txt code=code.txt --evaluation wiki=wiki.txt \
         --minutes 10
     python -m benchmarks.recovery --render
 """
@@ -45,16 +44,16 @@ RESULT = Path(__file__).with_name("results") / "recovery.json"
 NAME = "recovery"
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "peft", "torch")
 BATCH = 8
-# also the points of the loss curve, so that the timed steps are measured and kept as often as those of the run
+# also the number of points of the loss curve, so that the share of measuring and saving is the same in both runs
 TIMED_STEPS = 8
-# the curve is measured on one window of so many, or it would take longer than a short run itself
+# the curve is measured on every fourth window; on all, that would take longer than the steps of a short run
 CURVE_SHARE = 4
-# of the time that is left after what takes no step, so that the limit holds
+# fraction of the time outside of loading, measuring and saving, as a margin
 SHARE = 0.95
 
 
 def prune(model_path: Path, output: Path, calibration: Windows, args: argparse.Namespace) -> None:
-    """The recommended recipe without quantization."""
+    """Prune by the recommended recipe without quantization."""
     torch.manual_seed(args.seed)
     rows = calibration.ids_WS.tolist()
     oneshot(
@@ -72,29 +71,29 @@ def prune(model_path: Path, output: Path, calibration: Windows, args: argparse.N
 
 
 def losses(model: PreTrainedModel, evaluation: dict[str, Windows], device: torch.device) -> dict[str, float]:
-    """Mean next-token loss of every text in float32, nats."""
+    """Mean next-token loss of every text, in nats."""
     model.to(device)  # pyright: ignore[reportArgumentType] - a wrapped method
     model.eval()
     return {name: mean_loss(model, windows.ids_WS) for name, windows in evaluation.items()}
 
 
 def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
-    """Steps that fit into a time, from a short run that measures and keeps its state after each of its steps.
+    """Steps that fit into a time, from a short run that measures and saves after each of its steps.
 
-    What it spent outside of its steps will be spent again, see :func:`run_options`.
+    The time outside of its steps is the same in the long run, see :func:`run_options`.
     """
     seconds = [point["seconds"] for point in probe.points if "seconds" in point]
-    # the first steps also make what later ones find
+    # the first steps also compile kernels and allocate memory
     per_step = statistics.median(seconds[len(seconds) // 2 :])
     outside = max(0.0, wall_seconds - sum(seconds))
     return max(1, math.floor(SHARE * (60 * minutes - outside) / per_step))
 
 
 def run_options(args: argparse.Namespace, steps: int) -> RecoveryOptions:
-    """Options of a run, which stops to be measured and kept as often as the timed one, whatever its length.
+    """Options of a run, which measures and saves as often as the timed one, whatever its length.
 
     Raises:
-        CoverageError: an option that there is not, or one that the benchmark itself decides.
+        CoverageError: an unknown option, or one that the benchmark sets.
     """
     between = math.ceil(steps / TIMED_STEPS)
     own = {
@@ -105,12 +104,12 @@ def run_options(args: argparse.Namespace, steps: int) -> RecoveryOptions:
         "save_every": between,
     }
     if taken := sorted(own.keys() & args.option.keys()):
-        raise CoverageError(f"option {taken[0]} is the benchmark's own: leave it out")
+        raise CoverageError(f"option {taken[0]} is set by the benchmark: leave it out")
     return RecoveryOptions(**own, **args.option)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole job; figures and what they were made with."""
+    """Run the benchmark; return figures, settings and versions."""
     probe_options = run_options(args, TIMED_STEPS)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(args.model[1])
     evaluation = evaluation_windows(args.evaluation, args.train, tokenizer, args.windows)
@@ -169,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recovered_share(figures: dict[str, dict[str, float]]) -> float:
-    """Of the rise of the mean loss over all texts; above 1 the model became better than the unpruned one."""
+    """Recovered part of the rise of the mean loss over all texts; above 1 if better than the unpruned model."""
     unpruned, pruned, recovered = (statistics.mean(figures[k].values()) for k in ("unpruned", "pruned", "recovered"))
     return (pruned - recovered) / (pruned - unpruned)
 
@@ -224,7 +223,7 @@ def section(record: Record) -> str:
 def _option(argument: str) -> tuple[str, Any]:
     name, separator, value = argument.partition("=")
     if not separator:
-        raise argparse.ArgumentTypeError(f"{argument!r} is no NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{argument!r} is not NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -236,18 +235,16 @@ def main() -> None:
     parser = run_parser("benchmarks.recovery", __doc__, "--train", RESULT, of_dtype)
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for the whole fine-tuning")
-    parser.add_argument(
-        "--epochs", type=float, help="of the text to train on, at most, even if there is time for more"
-    )
-    parser.add_argument("--teach", action="store_true", help="learn from the unpruned model's logits")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time of the fine-tuning")
+    parser.add_argument("--epochs", type=float, help="largest number of passes over the text")
+    parser.add_argument("--teach", action="store_true", help="learn the logits of the unpruned model")
     parser.add_argument(
         "--option",
         type=_option,
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="of RecoveryOptions, expert_lr=1e-3",
+        help="fields of RecoveryOptions, for example expert_lr=1e-3",
     )
     args = parser.parse_args()
     args.option = dict(args.option)

@@ -20,14 +20,14 @@ CHARACTERS = 400
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("checkpoints", nargs="+", help="directories, pruned or not; each is compared with the first")
-parser.add_argument("--data", type=Path, default=MINI_MOE / "heldout.txt", help="text that no model has seen")
+parser.add_argument("--data", type=Path, default=MINI_MOE / "heldout.txt", help="text to measure on")
 parser.add_argument("--documents", type=int, default=32, help="how many pieces of it")
 parser.add_argument("--output", type=Path, default=Path("out/evaluation"), help="directory of the results")
 args = parser.parse_args()
 args.output.mkdir(parents=True, exist_ok=True)
 
-# JSON lines: documents, whose perplexity is measured, and multiple-choice questions. Here, the correct answer is how a
-# piece of text continues; in the wrong answers, two neighbouring words are swapped.
+# JSON lines: documents for perplexity, and multiple-choice questions. Here, the correct choice continues a piece of
+# text; in the wrong choices, two neighbouring words are swapped.
 text = args.data.read_text(encoding="utf-8")
 pieces = [text[begin : begin + CHARACTERS] for begin in range(0, len(text), CHARACTERS)][: args.documents]
 random = Random(0)
@@ -45,7 +45,7 @@ tasks = [LocalTask("text", args.output / "prose.jsonl"), LocalTask("multiple_cho
 results = {}
 for checkpoint in args.checkpoints:
     name = Path(checkpoint).name
-    # the empty list takes names of lm-eval's own tasks; tasks that the file has already are not measured again
+    # names of lm-eval's own tasks go into the empty list; tasks with results in the file are not run again
     results[name] = evaluate(checkpoint, [], args.output / f"{name}.json", EvaluationOptions(backend="hf"), tasks)
 headers, rows = compare(results)
 print(tabulate(rows, headers, disable_numparse=True))

@@ -25,5 +25,5 @@ model = load(args.checkpoint, torch.bfloat16, quantization_config=config).to(dev
 tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
 
 prompt = tokenizer(args.prompt, return_tensors="pt").to(device)
-answer = model.generate(**prompt, max_new_tokens=args.tokens, do_sample=False)
-print(tokenizer.decode(answer[0]))
+output = model.generate(**prompt, max_new_tokens=args.tokens, do_sample=False)
+print(tokenizer.decode(output[0]))

@@ -35,7 +35,7 @@ measured, own = (
     str(args.output.with_name(f"{args.output.name}.{name}.safetensors")) for name in ("measured", "scores")
 )
 
-# One forward pass measures what else a score file holds: routed tokens, routing weights, importance of experts.
+# One forward pass measures the rest of a score file: routed tokens, routing weights, importance of experts.
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 ids = torch.tensor(tokenizer(args.data.read_text(encoding="utf-8"))["input_ids"][: 16 * 128]).reshape(16, 128)
 model = oneshot(

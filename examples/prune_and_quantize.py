@@ -50,4 +50,4 @@ before, after = (
 )
 if before:
     print(f"{before / 2**20:.2f} MiB became {after / 2**20:.2f} ({after / before:.1%})")
-print(f"Wrote {args.output}: vllm serve {args.output}")
+print(f"Wrote {args.output}; in vLLM's environment: vllm serve {args.output}")

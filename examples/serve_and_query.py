@@ -61,8 +61,8 @@ try:
             time.sleep(1)
     print(f"Serving {model['id']} at {url}, prompts of up to {model['max_model_len']} tokens", flush=True)
     question = {"model": model["id"], "prompt": args.prompt, "max_tokens": args.max_tokens, "temperature": 0}
-    answer = ask("/v1/completions", question)
-    print(f"{args.prompt}{answer['choices'][0]['text']}\n{answer['usage']}", flush=True)
+    response = ask("/v1/completions", question)
+    print(f"{args.prompt}{response['choices'][0]['text']}\n{response['usage']}", flush=True)
     if args.hold:
         server.wait()
 except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Structural compression of mixture-of-experts models: a plugin for llm-compressor, and one for vLLM.
 
-Importing the package makes llm-compressor know the modifiers, as soon as it is imported itself. That costs nothing, in
-a serving environment neither: vLLM finds :func:`moe_coverage_plugin.serving.register` through its entry point.
+Importing the package registers the modifiers with llm-compressor, at once or when llm-compressor is imported, and
+imports neither torch nor a toolkit. vLLM finds :func:`moe_coverage_plugin.serving.register` by its entry point.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ register_modifiers()
 
 
 def __getattr__(name: str) -> Any:
-    # the compressing half is reached through the package, but a serving environment must not import it
+    # imported on first use, because llm-compressor is not installed in vLLM's environment
     if name == "load":
         from moe_coverage_plugin.checkpoint.loading import load
 

@@ -138,6 +138,24 @@ def served_scheme(name: str, widths_E: Sequence[int], entry: SchemeEntry) -> Exp
     return scheme
 
 
+def quantized_groups(quantization_config: Any) -> list[Mapping[str, Any]]:
+    """Return the groups of a ``quantization_config`` that quantize weights; damaged parts are left out.
+
+    A group has ``weights`` and, if activations are quantized, ``input_activations``.
+    """
+    groups = quantization_config.get("config_groups") if isinstance(quantization_config, Mapping) else None
+    found = groups.values() if isinstance(groups, Mapping) else ()
+    return [group for group in found if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)]
+
+
+def describe_numbers(args: Mapping[str, Any]) -> str:
+    """Describe the quantized weights or activations of a group for people: ``int4, symmetric, groups of 128``."""
+    strategy = args.get("strategy")
+    scales = f"groups of {args.get('group_size')}" if strategy == "group" else f"one scale per {strategy}"
+    symmetry = "symmetric" if args.get("symmetric") else "asymmetric"
+    return f"{args.get('type')}{args.get('num_bits')}, {symmetry}, {scales}"
+
+
 def _quantizes_activations(entry: SchemeEntry) -> bool:
     activations = ("input_activations", "output_activations")
     return entry is not None and any(entry.get(key) is not None for key in activations)

@@ -80,7 +80,7 @@ def _stored_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def loading_bytes(worker: Any) -> int:
-    """vLLM's own figure: what its device held more of after the model was loaded than before."""
+    """The engine's own figure: what its device held more of after the model was loaded than before."""
     return int(worker.model_runner.model_memory_usage)
 
 

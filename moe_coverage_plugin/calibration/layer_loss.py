@@ -1,4 +1,4 @@
-"""Layer importance: how much the model's loss rises when the output of one MoE layer fades."""
+"""Layer importance: the rise of the model's loss when the output of one MoE layer is scaled down."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
 from moe_coverage_plugin.calibration.next_token import check_loss, next_token_loss
+from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
@@ -23,16 +24,19 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer
 def layer_loss_rise(
     model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Mapping[str, Tensor]], noise: float
 ) -> Tensor:
-    """Rise of the mean next-token loss when the output of each MoE layer is scaled by ``1 - noise`` (paper, ALA).
+    """Measure the rise of the mean next-token loss when the output of each MoE layer is scaled by ``1 - noise``.
 
-    Costs one forward pass over ``batches`` for every layer and one more.
+    Source: arXiv 2606.18304, attribution-guided layer-local analysis (ALA). The cost is one forward pass over
+    ``batches`` for every layer and one more.
 
     Args:
-        batches: model inputs with ``input_ids`` and, where padded, ``attention_mask``.
+        model: unchanged afterwards.
+        layers: the layers to scale, one at a time.
+        batches: model inputs with ``input_ids`` and, if padded, ``attention_mask``.
         noise: in (0, 1]; 1 removes the layer's output.
 
     Returns:
-        ``rise_L`` float64, in nats per token; negative where a faded layer helps.
+        ``rise_L`` float64, in nats per token; negative if the loss falls.
 
     Raises:
         CoverageError: the loss is not finite.
@@ -47,21 +51,21 @@ def layer_loss_rise(
             sums["tokens"] += batch_tokens
             progress.update()
         sums = sum_over_ranks(sums)
-        # after the exchange, so that all ranks refuse together and none waits for another
+        # after the exchange, so that all ranks raise together and none waits for another
         check_loss(sums["loss"])
         return sums["loss"] / sums["tokens"].clamp(min=1)
 
     with ExitStack() as stack:
-        for context in (progress, disable_cache(model), eval_context(model)):
+        for context in (progress, fast_compute_dtype(model), disable_cache(model), eval_context(model)):
             stack.enter_context(context)
         for layer in layers:
             stack.enter_context(grouped_experts(layer, observe=None, real_tokens=lambda _tokens: None))
         base = mean_loss()
-        faded = []
+        scaled = []
         for layer in layers:
             with _scaled_output(layer.moe, 1.0 - noise):
-                faded.append(mean_loss())
-    return torch.stack(faded) - base
+                scaled.append(mean_loss())
+    return torch.stack(scaled) - base
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""The pass over the calibration set: forward, and where gradients are asked for, backward.
+"""The pass over the calibration set: forward, and backward if gradients are needed.
 
 The toolkit's own passes run experts one by one, under eager attention, without gradients and without the model's head,
-and run every layer twice. This one runs the model as it is, each layer's experts at once. Where gradients are asked
-for, weights are frozen and only activations get them, those of one decoder layer at a time: its input is kept, and the
-rest computed a second time.
+and run every layer twice. This pass runs the unchanged model, with the experts of each layer grouped. If gradients are
+needed, weights are frozen and only activations get gradients. The graph of one decoder layer exists at a time: the
+forward pass keeps the inputs of the decoder layers, and the backward pass computes each layer again.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.next_token import check_loss, loss_gradient, model_inputs, next_tokens
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype, without_hooks
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
 
 Batch = Mapping[str, Tensor]
 
 
+# patch: own-pass
 def observe_batches(
     model: PreTrainedModel,
     batches: Sequence[Batch],
     observers: Sequence[LayerObserver],
     gradients: Sequence[GradientObserver],
 ) -> None:
-    """Run every batch through the model and show observers what the experts of each layer compute.
+    """Run every batch through the model and pass the values inside the experts of each layer to the observers.
 
-    With ``gradients``, each decoder layer runs twice: without gradients, where ``observers`` look, then with them,
-    when the backward pass arrives at it, where ``gradients`` look.
+    With ``gradients``, each decoder layer runs twice: without gradients for ``observers``, then, when the backward
+    pass reaches it, with gradients for ``gradients``.
 
     Args:
-        batches: model inputs with ``input_ids``, where padded ``attention_mask``, where prompts are masked ``labels``.
+        model: unchanged afterwards.
+        batches: model inputs with ``input_ids``, ``attention_mask`` if padded, and ``labels`` if prompts are masked.
+        observers: one for each layer.
         gradients: one for each of ``observers``, or none.
 
     Raises:
@@ -54,6 +58,8 @@ def observe_batches(
     padding = _Padding()
     run = _backward if gradients else _forward
     with ExitStack() as stack:
+        # first, so that the backward pass computes decoder layers again in this dtype
+        stack.enter_context(fast_compute_dtype(model))
         stack.enter_context(disable_cache(model))
         stack.enter_context(eval_context(model))
         for index, observer in enumerate(observers):
@@ -79,7 +85,7 @@ def observe_batches(
 
 
 class _Padding:
-    """Which tokens of the batch in flight are real."""
+    """The tokens of the current batch that are not padding."""
 
     def __init__(self) -> None:
         self._real_T: Tensor | None = None
@@ -119,8 +125,8 @@ def _backward(model: PreTrainedModel, batch: Batch) -> int:
     check_loss(loss)
     if not logits_BSV.requires_grad:
         raise CoverageError(
-            f"no gradient of the loss reaches the experts of {type(model).__name__}, whose layers cannot be computed "
-            "again: choose channel_metric=activation and expert_importance=first_order or second_order"
+            f"no gradient of the loss reaches the experts of {type(model).__name__}, whose layers cannot be recomputed"
+            ": choose channel_metric=activation and expert_importance=first_order or second_order"
         )
     if tokens:
         torch.autograd.backward(logits_BSV, logits_grad_BSV)
@@ -129,13 +135,13 @@ def _backward(model: PreTrainedModel, batch: Batch) -> int:
 
 @contextmanager
 def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Gradients for activations from the embeddings on, none for weights, one layer's graph at a time."""
+    """Compute gradients of activations from the embeddings on, not of weights, one decoder layer's graph at a time."""
 
     def begin(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
 
     with ExitStack() as stack:
-        # an offloaded weight is handed out as a copy
+        # reading an offloaded weight copies it
         with disable_onloading():
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trainable:
@@ -143,17 +149,18 @@ def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Itera
             stack.callback(parameter.requires_grad_, True)
         stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
         for layer in _decoder_layers(model, layers):
-            stack.enter_context(replaced_forward(layer, partial(_recomputed, layer.forward)))
+            forward = partial(_recomputed, without_hooks(layer, layer.forward))
+            stack.enter_context(replaced_forward(layer, forward))
         yield
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # reentrant: the first run is without gradients, by which observers tell it from the second
+    # reentrant: its first run is without gradients, which tells observers the two runs apart
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
 
 
 def _decoder_layers(model: Module, layers: Sequence[MoELayer]) -> list[Module]:
-    """All layers of the lists that hold the MoE layers, dense ones too."""
+    """All decoder layers of the lists that contain the MoE layers, dense ones included."""
     lists: dict[str, ModuleList] = {}
     for layer in layers:
         path = layer.name.split(".")

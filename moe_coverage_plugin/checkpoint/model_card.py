@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from moe_coverage_plugin.checkpoint.origin import CARD_NAME, TAG, Origin
+from moe_coverage_plugin.expert_scheme import describe_numbers, quantized_groups
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import PICTURES_NAME, REPORT_NAME, SCORES_NAME, Manifest, report_layers
 
@@ -48,14 +49,14 @@ def write_card(
     if path.exists():
         return
     config = json.loads((directory / "config.json").read_text())
-    schemes = _schemes(config) if quantized else []
-    activations = [scheme["input_activations"] for scheme in schemes if scheme.get("input_activations")]
+    groups = quantized_groups(config.get("quantization_config")) if quantized else []
+    activations = [group["input_activations"] for group in groups if group.get("input_activations")]
     base = origin.name or Path(str(manifest.provenance.get("model") or "")).name or "a model without a name"
     picture = f"{PICTURES_NAME}/widths.png"
     recipe = manifest.provenance.get("recipe")
     licence = origin.inherited.get("license_name", origin.inherited.get("license"))
     card = ModelCard.from_template(
-        _front_matter(origin, schemes, loads_in_transformers),
+        _front_matter(origin, groups, loads_in_transformers),
         template_path=str(TEMPLATE),
         title=title,
         quoted=shlex.quote(title),
@@ -64,8 +65,8 @@ def write_card(
         picture=picture if (directory / picture).is_file() else None,
         layout=manifest.layout,
         dtype=config.get("dtype") or config.get("text_config", {}).get("dtype"),
-        weights="; ".join(_format(scheme["weights"]) for scheme in schemes),
-        activations="; ".join(map(_format, activations)),
+        weights="; ".join(describe_numbers(group["weights"]) for group in groups),
+        activations="; ".join(map(describe_numbers, activations)),
         float8_inputs=any((kind.get("num_bits"), kind.get("type")) == (8, "float") for kind in activations),
         loads_in_transformers=loads_in_transformers,
         own_code="auto_map" in config,
@@ -79,8 +80,8 @@ def write_card(
     card.save(path)
 
 
-def _front_matter(origin: Origin, schemes: list[dict[str, Any]], loads_in_transformers: bool) -> ModelCardData:
-    bits = {f"{scheme['weights']['num_bits']}-bit" for scheme in schemes if "num_bits" in scheme["weights"]}
+def _front_matter(origin: Origin, groups: list[Mapping[str, Any]], loads_in_transformers: bool) -> ModelCardData:
+    bits = {f"{group['weights']['num_bits']}-bit" for group in groups if "num_bits" in group["weights"]}
     fields: dict[str, Any] = {
         # the hub shows code for this library
         "library_name": "transformers" if loads_in_transformers else "vllm",
@@ -90,20 +91,8 @@ def _front_matter(origin: Origin, schemes: list[dict[str, Any]], loads_in_transf
     if origin.base_model is not None:
         # the hub has finetune, adapter, merge and quantized, but no relation for pruning
         fields["base_model"] = origin.base_model
-        fields["base_model_relation"] = "quantized" if schemes else "finetune"
+        fields["base_model_relation"] = "quantized" if groups else "finetune"
     return ModelCardData(**fields | origin.inherited)
-
-
-def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups of quantized weights as compressed-tensors describes them."""
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    return [group for group in groups.values() if group.get("weights")]
-
-
-def _format(kind: Mapping[str, Any]) -> str:
-    group_size = kind.get("group_size")
-    shared = f"groups of {group_size}" if kind.get("strategy") == "group" else f"by {kind.get('strategy')}"
-    return f"{kind.get('num_bits')} bits, {kind.get('type')}, {shared}"
 
 
 def _figures(directory: Path, manifest: Manifest, report: Mapping[str, Any]) -> dict[str, Any]:

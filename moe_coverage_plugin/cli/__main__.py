@@ -1,4 +1,4 @@
-"""``python -m moe_coverage_plugin.cli``, where the script is not on the path."""
+"""``python -m moe_coverage_plugin.cli``, for environments whose scripts are not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: subcommands, options and what they are for."""
+"""The parser of the command line: subcommands, options and their help."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from moe_coverage_plugin.cli.evaluation import EVAL, EVAL_EXAMPLES, add_eval
 from moe_coverage_plugin.cli.finetune import FINETUNE, FINETUNE_EXAMPLES, add_finetune
 
 DESCRIPTION = """\
-Makes mixture-of-experts models smaller: prunes channels inside experts, a different number in each, and lets
-llm-compressor quantize what is left. vLLM serves the result where this package is installed beside it.
+Makes mixture-of-experts models smaller: removes channels inside experts, a different number in each, and lets
+llm-compressor quantize the rest. vLLM serves the result if this package is installed in its environment, too.
 """
 WHICH_WHEN = """\
-which one when:
+which command when:
   oneshot    you have a model and some text, and want a smaller model
-  finetune   you have pruned much of it, have more text and a GPU, and want some of the loss back
-  plan       you have its scores (every checkpoint has them) and wonder about another sparsity or block size
-  inspect    you have a checkpoint: is it what you wanted, and on how many GPUs can it be served?
-  eval       you have a checkpoint: what can it do, and what did compression cost?
+  finetune   you have a pruned checkpoint, more text and a GPU, and want to reduce its loss
+  plan       you have a score file (every checkpoint has one) and want to try another sparsity or block size
+  inspect    you have a checkpoint, and want to see its widths and the numbers of GPUs that can serve it
+  eval       you have a checkpoint, and want to measure it and compare it with the original
   pareto     you have measured several checkpoints and want to choose one
 
-  moe-coverage COMMAND --help says more about each. A mistake of yours is one line and exit status 2.
+  For details, see moe-coverage COMMAND --help. A mistake in the input is reported in one line, with exit status 2.
 """
 
 ONESHOT = """\
 Compress a model by a recipe: measure on text, prune, quantize if the recipe says so, and write a checkpoint.
 
-The same as llmcompressor.oneshot in Python, with the model opened so that its experts are not copied, and text cut
-into windows of tokens, as many as asked for, spread evenly over all files. Mix the kinds of text that the model will
-see: that matters more than any other choice. Recipes that come with the package:
+Calls llmcompressor.oneshot. The model is opened without a second copy of its experts in memory, and the text is cut
+into windows of tokens; --samples of them are used, evenly spread over all files. Mix the kinds of text that the model
+will see: this matters more than any other choice. Recipes of the package:
 
   fisher_p25_q4, fisher_p50_q4    recommended: 25 or 50 % of the expert channels removed, then 4 bits
   fisher_p50                      the same without quantization
   coverage_p25_q4[_a64], coverage_p25_gptq[_a64], coverage_p50    the method of the paper, for comparison
 
-Beside the weights: a model card (README.md), scores to plan again from, and a page of what was kept and why.
+Also written: a model card (README.md), the scores, for other plans, and a page that shows what was kept and why.
 """
 ONESHOT_EXAMPLES = """\
 examples:
@@ -62,8 +62,8 @@ examples:
 """
 
 INSPECT = """\
-Show what a pruned checkpoint holds: widths, removed experts, bytes, coverage, calibration tokens, quantization, where
-it came from, and over how many ranks vLLM can spread it.
+Show the contents of a pruned checkpoint: widths, removed experts, bytes, coverage, calibration tokens, quantization,
+provenance, and the tensor-parallel degrees at which vLLM can serve it.
 
 Reads config.json, moe_coverage_report.json and the headers of the weight files; no weight is loaded.
 """
@@ -74,7 +74,9 @@ examples:
 """
 
 PARETO = """\
-Draw accuracy over bytes for a set of measured models, and mark those that no other beats in both.
+Draw held-out loss against bytes of measured checkpoints, and mark those for which no other is smaller and better.
+
+RESULTS.jsonl has one JSON object per checkpoint, with name, method, bytes and loss.
 """
 PARETO_EXAMPLES = """\
 example:
@@ -101,7 +103,7 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     """The parser of ``moe-coverage``.
 
     Args:
-        run: for each subcommand what is called with its parsed arguments, as their attribute ``run``.
+        run: function for each subcommand; the parsed arguments have it as their attribute ``run``.
     """
     parser = ArgumentParser(
         "moe-coverage", description=DESCRIPTION, epilog=WHICH_WHEN, formatter_class=RawDescriptionHelpFormatter
@@ -109,17 +111,17 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True, parser_class=Command)
     for name, summary, description, examples, add_options in (
         ("oneshot", "prune and quantize a model by a recipe", ONESHOT, ONESHOT_EXAMPLES, _add_oneshot),
-        ("finetune", "win back loss by training adapters", FINETUNE, FINETUNE_EXAMPLES, add_finetune),
-        ("plan", "what a plan would do, from measured scores", PLAN, PLAN_EXAMPLES, _add_plan),
+        ("finetune", "reduce the loss of a pruned checkpoint", FINETUNE, FINETUNE_EXAMPLES, add_finetune),
+        ("plan", "show what a plan would keep, from measured scores", PLAN, PLAN_EXAMPLES, _add_plan),
         (
             "inspect",
-            "what a pruned checkpoint holds and how it can be served",
+            "show a pruned checkpoint, and how it can be served",
             INSPECT,
             INSPECT_EXAMPLES,
             _add_inspect,
         ),
         ("eval", "measure a checkpoint on tasks of lm-eval", EVAL, EVAL_EXAMPLES, add_eval),
-        ("pareto", "accuracy over bytes of measured models", PARETO, PARETO_EXAMPLES, _add_pareto),
+        ("pareto", "draw loss against bytes of measured checkpoints", PARETO, PARETO_EXAMPLES, _add_pareto),
     ):
         command = commands.add_parser(
             name,
@@ -138,14 +140,14 @@ def _add_oneshot(command: ArgumentParser) -> None:
     command.add_argument("--output", required=True, metavar="OUT", help="directory to write; must be new or empty")
     recipe = command.add_argument_group("recipe")
     recipe.add_argument(
-        "--recipe", required=True, metavar="RECIPE", help="YAML file, or name of one that comes with the package"
+        "--recipe", required=True, metavar="RECIPE", help="YAML file, or name of a recipe of the package"
     )
     recipe.add_argument(
         "--recipe-args",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="fields of the pruning modifiers to change, as sparsity=0.3; quantizers take none",
+        help="values for fields of the pruning modifiers, for example sparsity=0.3; not for quantizers",
     )
     data = command.add_argument_group("calibration data")
     data.add_argument(
@@ -153,33 +155,37 @@ def _add_oneshot(command: ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="text files, JSON lines (.jsonl), or one directory that datasets.save_to_disk wrote: text or input_ids",
+        help="files of text, JSON lines (.jsonl), Parquet or CSV; or one data set of text or input_ids, a directory "
+        "written by datasets.save_to_disk",
     )
     data.add_argument(
-        "--text-field", default="text", metavar="NAME", help="what holds the text in the latter two (default: text)"
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="column of the text in files with rows and data sets (default: %(default)s)",
     )
     data.add_argument(
-        "--samples", type=int, default=512, metavar="N", help="windows of text to measure on (default: %(default)s)"
+        "--samples", type=int, default=512, metavar="N", help="windows of text to calibrate on (default: %(default)s)"
     )
     data.add_argument(
         "--sequence-length",
         type=int,
         metavar="TOKENS",
-        help="tokens of a window (default: 2048, or what the model takes if that is less)",
+        help="tokens of a window (default: 2048, or the model's limit if that is less)",
     )
     data.add_argument(
         "--batch-size",
         type=int,
         default=1,
         metavar="N",
-        help="windows at a time; more is quicker where weights are offloaded (default: %(default)s)",
+        help="windows at a time; more are faster if weights are offloaded (default: %(default)s)",
     )
-    data.add_argument("--seed", type=int, default=0, help="of what the toolkits draw (default: %(default)s)")
+    data.add_argument("--seed", type=int, default=0, help="seed of random numbers (default: %(default)s)")
     command.add_argument_group("memory").add_argument(
         "--device-map",
         metavar="MAP",
-        help="where weights lie, as in transformers: auto spreads them over GPUs and CPU memory, auto_offload over "
-        "CPU memory and disk (default: CPU memory)",
+        help="place of the weights, as in transformers: auto for GPUs and CPU memory, auto_offload for CPU memory and "
+        "disk (default: CPU memory)",
     )
 
 
@@ -202,11 +208,11 @@ def _add_inspect(command: ArgumentParser) -> None:
 
 
 def _add_pareto(command: ArgumentParser) -> None:
-    command.add_argument("results", metavar="RESULTS.jsonl", help="one JSON object per measured model")
+    command.add_argument("results", metavar="RESULTS.jsonl", help="one JSON object per measured checkpoint")
     command.add_argument("--output", required=True, metavar="FILE", help="picture (.png) or page (.html) to write")
 
 
 def _add_files(command: ArgumentParser) -> None:
     files = command.add_argument_group("files")
-    files.add_argument("--json", metavar="FILE", help="write everything shown, and every width, as JSON")
-    files.add_argument("--pictures", metavar="DIR", help="draw it: a page and its pictures")
+    files.add_argument("--json", metavar="FILE", help="write the summary, with all widths, as JSON")
+    files.add_argument("--pictures", metavar="DIR", help="write a page with pictures")

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory, read from JSON and from the headers of weight files. Loads no weight."""
+"""Reads a checkpoint directory: JSON files and the headers of weight files, but no weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moe_coverage_plugin.expert_scheme import quantized_groups
 from moe_coverage_plugin.files.weights import open_weights, weight_files
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json, report_layers
 
@@ -18,7 +19,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's header describes it; ``dtype`` as safetensors spells it, ``BF16``."""
+    """A tensor in the header of a weight file; ``dtype`` in the spelling of safetensors, such as ``BF16``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,12 +37,14 @@ class Checkpoint:
     """A pruned checkpoint.
 
     Attributes:
-        config: ``config.json``, or the part of it that describes the language model.
-        quantization: ``quantization_config``; empty where there is none.
+        directory: the directory.
+        config: ``config.json``, or its part for the language model.
+        quantization: ``quantization_config``; empty if there is none.
+        manifest: widths of all experts.
         tensors: headers of all weight files, by tensor name.
-        report: of the layers in ``moe_coverage_report.json``; empty where there is no report that fits.
-        plan: the report's notes of the plan.
-        remarks: what the user should know about the files, in words.
+        report: figures of the layers in ``moe_coverage_report.json``; empty if there is no report that fits.
+        plan: priors of the plan in the report.
+        remarks: notes about the files for the user.
     """
 
     directory: Path
@@ -54,16 +57,16 @@ class Checkpoint:
     remarks: list[str]
 
     def size(self, key: str) -> int:
-        """A whole number of the model's config.
+        """Return a positive integer from the model's config.
 
         Raises:
-            CoverageError: it is not there.
+            CoverageError: it is absent or something else.
         """
         value = self.config.get(key)
         if type(value) is not int or value < 1:
             raise CoverageError(
-                f"{self.directory / 'config.json'} has {key} {value!r} where a whole number is needed: it is damaged, "
-                "or of a family that this release does not know"
+                f"{self.directory / 'config.json'} has {key} {value!r}, expected a positive integer: it is damaged, "
+                "or of a family that this release does not support"
             )
         return value
 
@@ -79,30 +82,29 @@ class Checkpoint:
 
     @property
     def unpruned_bytes(self) -> int:
-        """What the experts' weights took in 16 bit before pruning."""
+        """Bytes of the experts in 16 bit before pruning."""
         experts = sum(len(widths) for widths in self.manifest.widths.values())
         return 2 * 3 * experts * self.manifest.intermediate_size * self.size("hidden_size")
 
     @property
     def weight_groups(self) -> list[Mapping[str, Any]]:
-        """The schemes of quantized weights, as compressed-tensors describes them."""
+        """The ``weights`` of all groups."""
         return [group["weights"] for group in self.groups]
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
-        """What is quantized together: ``weights``, and ``input_activations`` where those are quantized, too."""
-        groups = self.quantization.get("config_groups", {}).values()
-        return [group for group in groups if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)]
+        """Groups of quantized weights; see :func:`~.expert_scheme.quantized_groups`."""
+        return quantized_groups(self.quantization)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read everything but weights.
+    """Read everything except the weights.
 
     Raises:
-        CoverageError: no directory, no pruned checkpoint, or a damaged one.
+        CoverageError: not a directory, not a pruned checkpoint, or a damaged one.
     """
     if not directory.is_dir():
-        raise CoverageError(f"{directory} is no directory: give that of a pruned checkpoint")
+        raise CoverageError(f"{directory} is not a directory: give that of a pruned checkpoint")
     config = read_json(directory / "config.json")
     quantization = config.get("quantization_config") or {}
     text_config = config.get("text_config") or config
@@ -114,13 +116,13 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     manifest = Manifest.from_checkpoint(directory)
     if manifest is None:
         raise CoverageError(
-            f"{directory} is no pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
+            f"{directory} is not a pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
             "ChannelPruningModifier wrote"
         )
     tensors = _read_headers(directory)
     remarks: list[str] = []
     if "auto_map" in config:
-        remarks.append("config.json names Python files as the model's code (auto_map), none of which was run")
+        remarks.append("config.json names Python files with the model's code (auto_map), which were not run")
     layers, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
     return Checkpoint(directory, text_config, quantization, manifest, tensors, layers, plan, remarks)
 
@@ -129,7 +131,7 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for file in weight_files(directory):
         with open_weights(file, "np") as shard:
-            for name in shard.keys():  # noqa: SIM118  # an open file is no mapping
+            for name in shard.keys():  # noqa: SIM118  # an open file is not a mapping
                 header = shard.get_slice(name)
                 tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), file)
     return tensors
@@ -138,7 +140,7 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 def _read_report(
     path: Path, manifest: Manifest, remarks: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Layers and plan of a report that fits the widths; what is wrong with another goes among the remarks."""
+    """Return layers and plan of the report if it fits the widths; otherwise add a remark."""
     if not path.is_file():
         remarks.append(f"no {REPORT_NAME}, so coverage and calibration tokens are unknown")
         return {}, {}
@@ -150,7 +152,7 @@ def _read_report(
         remarks.append(f"{error}, so coverage and calibration tokens are unknown")
         return {}, {}
     if not fits:
-        remarks.append(f"{REPORT_NAME} is damaged or of another checkpoint, and was left out")
+        remarks.append(f"{REPORT_NAME} is damaged or of another checkpoint, and was ignored")
         return {}, {}
     plan = report.get("plan")
     return dict(layers), plan if isinstance(plan, dict) else {}

@@ -1,4 +1,4 @@
-"""What pictures of a checkpoint show: its widths, and the scores and the report that lie beside it."""
+"""Collects the contents of a checkpoint's pictures: widths, and the scores and the report beside them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from moe_coverage_plugin.report.view import PlanView
 
 
 def checkpoint_view(checkpoint: Checkpoint, facts: dict[str, str]) -> PlanView:
-    """The layers that were measured, or all where nothing says which.
+    """Return a view of the measured layers, or of all layers if there are no scores and no report.
+
+    Args:
+        checkpoint: the checkpoint.
+        facts: text for the page, by label.
 
     Raises:
-        CoverageError: scores beside the checkpoint that are damaged or of another model, or layers of unequal shape.
+        CoverageError: damaged scores, scores of another model, or layers with different numbers of experts.
     """
     scores = _scores(checkpoint)
     names = scores.names if scores is not None else list(checkpoint.report) or list(checkpoint.manifest.widths)
@@ -58,13 +62,13 @@ def _scores(checkpoint: Checkpoint) -> AttributionScores | None:
     }
     if found != {tuple(shape)}:
         raise CoverageError(
-            f"{path} scores other experts than {checkpoint.directory} holds: remove it, or copy its own"
+            f"{path} has scores of other experts than {checkpoint.directory}: delete it, or copy the right file"
         )
     return scores
 
 
 def _noted(values: Any, shape: Sequence[int]) -> Tensor | None:
-    """What the plan's notes hold, where it is a tensor of this shape."""
+    """Return values of the report as a tensor, if they have this shape."""
     try:
         tensor = torch.tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):

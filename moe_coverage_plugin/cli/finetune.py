@@ -1,18 +1,20 @@
-"""``moe-coverage finetune``: its options, and the call of :func:`moe_coverage_plugin.finetune` that they describe."""
+"""``moe-coverage finetune``: options, and the call of :func:`moe_coverage_plugin.finetune`."""
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from typing import Any
+from argparse import ArgumentParser, Namespace
+
+from moe_coverage_plugin.cli.environment import check_toolkit
+from moe_coverage_plugin.cli.model_path import check_directory
 
 FINETUNE = """\
-Win back by fine-tuning what pruning cost: train DoRA on the experts and a low-rank sum on the routers, merge both, and
-write a checkpoint of the same widths.
+Reduce the loss of a pruned checkpoint by fine-tuning: train DoRA on the experts and a low-rank sum on the routers,
+merge both, and write a checkpoint of the same widths.
 
-Text is packed into windows of tokens. The result is in 16 bit, also where the checkpoint has quantized weights, which
-are decompressed and stay frozen: quantize it again. Beside it lie the loss curve as JSON lines and as a picture. A run
-that was interrupted goes on from its work folder when the same command is given again. Several GPUs: start it by
-torchrun or accelerate launch; every one holds the whole model and trains on its part of each step.
+Text is packed into windows of tokens. The result is in 16 bit, even if the checkpoint has quantized weights, which are
+decompressed and frozen: quantize it again. The loss curve is written beside it as JSON lines and as a picture. An
+interrupted run continues from its work folder if the same command is given again. For several GPUs, use torchrun or
+accelerate launch; every GPU has a copy of the model and trains on its part of each step.
 """
 FINETUNE_EXAMPLES = """\
 examples:
@@ -20,97 +22,70 @@ examples:
   moe-coverage finetune pruned --text web.jsonl --evaluation wiki.txt --teacher original --output recovered
   torchrun --nproc-per-node 4 --no-python moe-coverage finetune pruned --text web.jsonl --output recovered
 """
-
-# as in RecoveryOptions, which lies beside code that imports torch; its defaults are repeated for the reader only
-OPTIONS: dict[str, tuple[tuple[str, type, Any, str], ...]] = {
-    "what is trained": (
-        ("expert-rank", int, 32, "rank of DoRA on every projection of every expert"),
-        ("router-rank", int, 4, "rank of what is added to routers"),
-        ("scaling", float, 2.0, "factor of the low-rank products, lora_alpha / r"),
-        ("balance", float, 0.0, "weight of the auxiliary loss that evens out the load of experts"),
-        ("distill", float, 1.0, "with --teacher, share of the loss that is divergence from its logits"),
-        ("temperature", float, 1.0, "divides both models' logits in that divergence"),
-    ),
+GROUPS = {
+    "adapters and loss": ("mode", "expert_rank", "router_rank", "scaling", "balance", "distill", "temperature"),
     "steps": (
-        ("expert-lr", float, 1e-4, "peak learning rate of experts"),
-        ("router-lr", float, 1e-6, "peak learning rate of routers"),
-        ("warmup", float, 0.1, "fraction of the steps over which rates rise; they fall to zero afterwards"),
-        ("clip", float, 0.5, "largest norm of the gradient"),
-        ("epochs", float, 1.0, "times that the text is gone through"),
-        ("steps", int, None, "steps of the optimizer instead of epochs"),
-        ("batch-size", int, 8, "windows at a time on every GPU"),
-        ("accumulation", int, 1, "such batches in a step"),
-        ("sequence-length", int, 512, "tokens of a window"),
-        ("seed", int, 0, "of the adapters' start and the order of the text"),
+        *("expert_lr", "router_lr", "warmup", "clip", "epochs", "steps"),
+        *("batch_size", "accumulation", "sequence_length", "seed"),
     ),
-    "loss curve and resuming": (
-        ("held-out", float, 0.05, "fraction of the windows to measure on, without --evaluation"),
-        ("evaluate-every", int, 100, "steps between two points on held-out text"),
-        ("save-every", int, 100, "steps between two states to resume from"),
-    ),
+    "loss curve and resuming": ("held_out", "evaluate_every", "save_every"),
+    "memory": ("checkpointing", "dtype", "nf4"),
 }
 
 
 def add_finetune(command: ArgumentParser) -> None:
-    """Give the subcommand its options."""
+    """Add the options of the subcommand."""
+    # here, because pydantic takes half a second to import
+    from moe_coverage_plugin.cli.option_flags import add_flags
+    from moe_coverage_plugin.options import RecoveryOptions
+
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of a pruned checkpoint")
     command.add_argument("--output", required=True, metavar="OUT", help="directory to write; must be new or empty")
     text = command.add_argument_group("text")
     text.add_argument(
-        "--text", required=True, nargs="+", metavar="FILE", help="text files, or JSON lines (.jsonl), to train on"
+        "--text",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="files to train on: text, JSON lines (.jsonl), Parquet or CSV",
     )
-    text.add_argument("--evaluation", nargs="+", metavar="FILE", help="other files to measure the loss on")
+    text.add_argument("--evaluation", nargs="+", metavar="FILE", help="other files, for the held-out loss")
     text.add_argument(
-        "--text-field", default="text", metavar="NAME", help="what holds the text in JSON lines (default: text)"
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="column of the text in files with rows (default: %(default)s)",
     )
-    text.add_argument("--tokenizer", metavar="DIR", help="where the tokenizer lies, if not in CHECKPOINT")
-    text.add_argument("--teacher", metavar="DIR", help="the unpruned model, to learn from its logits")
-    for title, options in OPTIONS.items():
-        group = command.add_argument_group(title)
-        if title == "what is trained":
-            group.add_argument(
-                "--mode",
-                choices=("all", "router"),
-                default=SUPPRESS,
-                help="experts and routers, or routers alone, which needs --teacher (default: all)",
-            )
-        for name, kind, default, text_of in options:
-            told = text_of if default is None else f"{text_of} (default: {default})"
-            group.add_argument(f"--{name}", type=kind, default=SUPPRESS, metavar="N", help=told)
-    memory = command.add_argument_group("memory")
-    memory.add_argument(
-        "--checkpointing",
-        action="store_true",
-        default=SUPPRESS,
-        help="compute activations twice instead of keeping them",
-    )
-    memory.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default=SUPPRESS,
-        help="of frozen weights and result (default: the checkpoint's)",
-    )
-    memory.add_argument(
-        "--nf4",
-        action="store_true",
-        default=SUPPRESS,
-        help="hold the frozen weights of experts in NF4 (bitsandbytes), which the result has rounded so; slower",
-    )
+    text.add_argument("--tokenizer", metavar="DIR", help="directory of the tokenizer (default: CHECKPOINT)")
+    text.add_argument("--teacher", metavar="DIR", help="directory of the unpruned model, to learn its logits")
+    for title, names in GROUPS.items():
+        add_flags(command.add_argument_group(title), RecoveryOptions, *names)
     command.add_argument(
         "--work", metavar="DIR", help="folder for the state of an interrupted run (default: OUT.work)"
     )
 
 
 def run(arguments: Namespace) -> None:
-    """Fine-tune, and print what it brought."""
-    from moe_coverage_plugin.recovery import RecoveryOptions, finetune
+    """Fine-tune, and print the held-out loss before and after.
 
-    given = {name: value for name, value in vars(arguments).items() if name in RecoveryOptions.model_fields}
+    Raises:
+        CoverageError: a mistake in the arguments, or a checkpoint or text that cannot be used.
+    """
+    check_toolkit("finetune")
+    for name in filter(None, (arguments.checkpoint, arguments.teacher)):
+        check_directory(name)
+    from moe_coverage_plugin.cli.option_flags import from_flags
+    from moe_coverage_plugin.options import RecoveryOptions
+
+    options = from_flags(RecoveryOptions, arguments)
+    # after the checks, because torch takes seconds to import
+    from moe_coverage_plugin.recovery import finetune
+
     done = finetune(
         arguments.checkpoint,
         arguments.text,
         arguments.output,
-        RecoveryOptions(**given),
+        options,
         evaluation=arguments.evaluation,
         field=arguments.text_field,
         teacher=arguments.teacher,

@@ -1,4 +1,4 @@
-"""``moe-coverage inspect``: what a pruned checkpoint holds and how it can be served."""
+"""``moe-coverage inspect``: contents of a pruned checkpoint, and the tensor-parallel degrees that it allows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
 from moe_coverage_plugin.cli.split_layers import parallel_shape
-from moe_coverage_plugin.expert_scheme import ExpertScheme
+from moe_coverage_plugin.expert_scheme import ExpertScheme, describe_numbers
 from moe_coverage_plugin.parallelism import degrees, imbalance
 
 HEADERS = (
-    *("layer", "channels", "kept", "coverage", "live", "removed", "narrowest", "mean", "widest"),
+    *("layer", "channels", "kept", "coverage", "experts", "removed", "narrowest", "mean", "widest"),
     *("fewest tokens", "most tokens", "without tokens"),
 )
 SHOWN_IMBALANCE = 0.0005
@@ -24,12 +24,12 @@ BAR_LENGTH = 40
 
 
 def run(arguments: Namespace) -> None:
-    """Print what a checkpoint holds, and write it where asked.
+    """Print a summary of a checkpoint, and write it to files if they are given.
 
     Raises:
-        CoverageError: no pruned checkpoint, or a damaged one.
+        CoverageError: not a pruned checkpoint, or a damaged one.
     """
-    # slow to import: reads nothing but headers, in the words that vLLM's user would see
+    # here, because it takes a second to import; the same check runs in vLLM
     from moe_coverage_plugin.serving.headers import check_headers
 
     checkpoint = read_checkpoint(Path(arguments.checkpoint))
@@ -74,12 +74,12 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _quantization(group: Mapping[str, Any]) -> dict[str, Any]:
     inputs = group.get("input_activations")
-    # a file that was damaged may hold another thing there
+    # in a damaged file, it can be anything
     return {**group["weights"], "input_activations": dict(inputs) if isinstance(inputs, Mapping) else None}
 
 
 def _imbalance(checkpoint: Checkpoint, degree: int) -> float:
-    """By what fraction the fullest rank holds more expert channels than the average one."""
+    """Return the fraction by which the largest share of expert channels exceeds the mean share of a rank."""
     stored = [(weights.get("num_bits", 4), weights.get("group_size")) for weights in checkpoint.weight_groups]
     schemes = [ExpertScheme(bits, group) for bits, group in stored if group is None or group > 0]
     unit = max((scheme.shard_unit for scheme in schemes), default=ExpertScheme().shard_unit)
@@ -110,9 +110,9 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
         "channels before pruning",
         "weights": ", ".join(map(_scheme, summary["quantization"])) or f"not quantized ({summary['dtype']})",
         "channels": f"{sum(widths):,} of {channels:,} kept ({output.percent(sum(widths) / channels)})",
-        "experts": f"{len(widths) - widths.count(0)} of {len(widths)} live, {widths.count(0)} removed"
+        "experts": f"{len(widths) - widths.count(0)} of {len(widths)} kept, {widths.count(0)} removed"
         + _without_tokens(layers),
-        "on disk": f"{output.mebibytes(stored)}: experts {output.mebibytes(sizes['experts'])}, everything else "
+        "on disk": f"{output.mebibytes(stored)}: experts {output.mebibytes(sizes['experts'])}, other tensors "
         f"{output.mebibytes(sizes['other'])}",
         "unpruned": f"the experts would take {output.mebibytes(sizes['experts_unpruned_16_bit'])} in 16 bit",
         **output.provenance_facts(summary["provenance"]),
@@ -121,14 +121,7 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 def _scheme(weights: dict[str, Any]) -> str:
     inputs = weights.get("input_activations")
-    return _numbers(weights) + ("" if inputs is None else f" (activations {_numbers(inputs)})")
-
-
-def _numbers(kind: Mapping[str, Any]) -> str:
-    symmetry = "symmetric" if kind.get("symmetric") else "asymmetric"
-    group_size = kind.get("group_size")
-    shared = f"groups of {group_size}" if kind.get("strategy") == "group" else f"one scale per {kind.get('strategy')}"
-    return f"{kind.get('type')}{kind.get('num_bits')}, {symmetry}, {shared}"
+    return describe_numbers(weights) + ("" if inputs is None else f" (activations {describe_numbers(inputs)})")
 
 
 def _without_tokens(layers: list[dict[str, Any]]) -> str:
@@ -150,7 +143,7 @@ def _show(summary: dict[str, Any]) -> None:
 
 def _degree(item: tuple[str, float]) -> str:
     degree, excess = item
-    return degree if excess < SHOWN_IMBALANCE else f"{degree} (fullest rank +{excess:.1%})"
+    return degree if excess < SHOWN_IMBALANCE else f"{degree} (largest rank +{excess:.1%})"
 
 
 def _first(obstacles: list[str]) -> str:
@@ -160,25 +153,25 @@ def _first(obstacles: list[str]) -> str:
 
 def _row(layer: dict[str, Any]) -> tuple[object, ...]:
     widths, tokens = layer["widths"], layer["tokens"]
-    live = [width for width in widths if width]
+    kept = [width for width in widths if width]
     return (
         output.layer_label(layer["name"]),
         layer["kept"],
         output.percent(layer["keep_ratio"]),
         output.percent(layer["coverage"]),
-        len(live),
+        len(kept),
         len(layer["removed"]),
-        min(live, default="-"),
+        min(kept, default="-"),
         f"{layer['kept'] / len(widths):.0f}",
-        max(live, default="-"),
+        max(kept, default="-"),
         *(("-", "-", "-") if tokens is None else (min(tokens), max(tokens), tokens.count(0))),
     )
 
 
 def _histogram(widths: list[int], intermediate_size: int) -> Iterable[tuple[str, int, str]]:
-    """Rows of widths, how many experts have them, and a bar; ranges of widths where there are many."""
+    """Yield rows of a width, or of a range if there are many widths, its number of experts, and a bar."""
     step = 1 if len(set(widths)) <= MOST_BARS else -(-intermediate_size // MOST_BARS)
-    # removed experts stay by themselves
+    # removed experts have a row of their own
     counts = Counter(-(-width // step) for width in widths)
     for bin_, count in sorted(counts.items()):
         first, last = (bin_ - 1) * step + 1, min(bin_ * step, intermediate_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from moe_coverage_plugin.options import Options
 from moe_coverage_plugin.options.base import choices, kind, summary
@@ -25,7 +25,7 @@ def add_flags(group: Any, options: type[Options], *names: str) -> None:
         text = summary(field).replace("%", "%%")
         kwargs: dict[str, Any] = {"default": SUPPRESS, "required": field.is_required(), "help": text}
         if kind(field) is bool:
-            kwargs["action"] = "store_true"
+            kwargs |= {"action": "store_true", "help": text.removeprefix("whether to ")}
         elif found := choices(field):
             kwargs["choices"] = found
         else:
@@ -46,6 +46,6 @@ def from_flags(options: type[AnyOptions], arguments: Namespace, **others: Any) -
     Raises:
         CoverageError: a value outside of its range, or values that contradict each other.
     """
-    as_flags: type[AnyOptions] = type(options.__name__, (options,), {"as_flags": True})
+    as_flags = cast("type[AnyOptions]", type(options.__name__, (options,), {"as_flags": True}))
     given = {name: value for name, value in vars(arguments).items() if name in options.model_fields}
     return as_flags(**given | others)

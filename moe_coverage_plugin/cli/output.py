@@ -1,4 +1,4 @@
-"""Text for the terminal and files on disk."""
+"""Prints tables and facts, and writes JSON and pictures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LAYER_MARK = ".layers."
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text, the first one flush left and the others flush right.
+    """Format a table, with the first column flush left and the others flush right.
 
-    vLLM brings no library for it, and this must print where it is.
+    Without tabulate, which is not installed in vLLM's environment.
     """
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -30,35 +30,35 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def fact_lines(facts: Mapping[str, str]) -> str:
-    """One fact a line, values flush left."""
+    """Format one fact per line, with values flush left."""
     width = max(map(len, facts), default=0)
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in facts.items())
 
 
 def percent(share: float | None) -> str:
-    """``74.0 %``; a dash where it is not known."""
+    """Format ``74.0 %``, or a dash if the share is unknown."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def mebibytes(size: float) -> str:
-    """``5.72 MiB``."""
+    """Format ``5.72 MiB``."""
     return f"{size / 2**20:,.2f} MiB"
 
 
 def layer_label(name: str) -> str:
-    """A layer's number, which is shorter than its path; the path where it has none."""
+    """Return the number of a layer, or its path if it has no number."""
     number = name.partition(LAYER_MARK)[2].partition(".")[0]
     return number or name
 
 
 def provenance_facts(provenance: Any) -> dict[str, str]:
-    """Where something came from, one fact a line, whatever is written there."""
+    """Return provenance as facts; the provenance of an untrusted file can be anything."""
     if not isinstance(provenance, Mapping):
         return {"provenance": _plain(provenance)}
     facts: dict[str, str] = {}
     for name, value in provenance.items():
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-            # a recipe: one modifier a line
+            # a recipe: one fact per modifier
             for each in value:
                 facts |= provenance_facts(each)
         elif isinstance(value, Mapping):
@@ -73,7 +73,7 @@ def _plain(value: Any) -> str:
 
 
 def write_json(path: str, summary: Mapping[str, Any]) -> None:
-    """Write a summary.
+    """Write a summary as JSON.
 
     Raises:
         CoverageError: the file cannot be written.
@@ -88,7 +88,7 @@ def write_pictures(view: PlanView, directory: str) -> None:
     Raises:
         CoverageError: the files cannot be written.
     """
-    # matplotlib and jinja2, which vLLM does not always bring
+    # here, because matplotlib and jinja2 are not always installed in vLLM's environment
     from moe_coverage_plugin.report.page import write_report
 
     write_report(view, Path(directory))

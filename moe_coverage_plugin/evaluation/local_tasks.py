@@ -1,4 +1,4 @@
-"""Tasks of lm-eval out of local JSON lines, by the templates beside this file; nothing is fetched."""
+"""Makes tasks of lm-eval from local JSON lines and the templates beside this file, without a download."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ FIELDS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "text": {"text": (_is_text, "text")},
     "exact_match": {"question": (_is_text, "text"), "answer": (_is_text, "text")},
 }
-"""Of each kind of task the fields of a line, and what they hold."""
+"""The fields of a line for each kind of task: a check of the value, and a description of valid values."""
 
 
 @dataclass(frozen=True)
 class LocalTask:
-    """A file of JSON lines as a task named like the file.
+    """A task from a file of JSON lines, named like the file.
 
-    Args:
+    Attributes:
         kind: ``multiple_choice``, ``text`` (perplexity) or ``exact_match`` (generation).
-        file: one JSON object a line.
-        fields: what lines call a field, where it is not the template's name: ``{"question": "query"}``.
+        file: one JSON object per line.
+        fields: names of fields in the file that differ from the template's: ``{"question": "query"}``.
 
     Raises:
         CoverageError: an unknown kind or field.
@@ -68,18 +68,20 @@ class LocalTask:
                 )
         for theirs in self.fields.values():
             if not theirs.isidentifier():
-                raise CoverageError(f"{theirs!r} is no name that a template can hold: rename the field in {self.file}")
+                raise CoverageError(
+                    f"{theirs!r} is not an identifier, which templates need: rename the field in {self.file}"
+                )
 
     @property
     def name(self) -> str:
-        """The name of the file without its ending."""
+        """The name of the file without its suffix."""
         return re.sub(r"\W+", "_", self.file.stem)
 
     def config(self) -> dict[str, Any]:
-        """What lm-eval builds the task from.
+        """Return the config of the task for lm-eval.
 
         Raises:
-            CoverageError: the file is absent or empty, or a line is not what the template needs.
+            CoverageError: the file is absent or empty, or a line does not fit the template.
         """
         self._check_lines()
         config = yaml.safe_load((TEMPLATES / f"{self.kind}.yaml").read_text())
@@ -99,7 +101,7 @@ class LocalTask:
             raise CoverageError(f"{self.file} cannot be read as text ({error}): give a file of JSON lines") from error
         filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if not filled:
-            raise CoverageError(f"{self.file} holds no lines: give one JSON object a line")
+            raise CoverageError(f"{self.file} has no lines: give one JSON object per line")
         for number, line in filled:
             self._check_line(number, line)
 
@@ -108,21 +110,22 @@ class LocalTask:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise CoverageError(f"{where} is no JSON ({error}): give one JSON object a line") from error
+            raise CoverageError(f"{where} is not JSON ({error}): give one JSON object per line") from error
         if not isinstance(row, dict):
-            raise CoverageError(f"{where} is no JSON object: give one a line")
-        for name, (is_right, wanted) in FIELDS[self.kind].items():
+            raise CoverageError(f"{where} is not a JSON object: give one per line")
+        for name, (is_valid, wanted) in FIELDS[self.kind].items():
             theirs = self._theirs(name)
             if theirs not in row:
                 raise CoverageError(f"{where} has no field {theirs!r}{_remedy(name, row)}")
-            if not is_right(row[theirs]):
-                raise CoverageError(f"{where}: {theirs} is {str(row[theirs])[:60]!r}, {wanted} is right")
+            if not is_valid(row[theirs]):
+                raise CoverageError(f"{where}: {theirs} is {str(row[theirs])[:60]!r}, but must be {wanted}")
         if self.kind == "multiple_choice":
             answer, choices = row[self._theirs("answer")], row[self._theirs("choices")]
             if answer >= len(choices):
-                raise CoverageError(f"{where}: answer is {answer}, but there are {len(choices)} choices from 0 on")
+                raise CoverageError(f"{where}: answer is {answer}, but the choices are 0 to {len(choices) - 1}")
 
 
 def _remedy(name: str, row: Mapping[str, Any]) -> str:
     near = get_close_matches(name, row, n=1, cutoff=0.5)
-    return f", only {', '.join(row)}: say which one by --fields {name}={near[0] if near else next(iter(row), 'NAME')}"
+    theirs = near[0] if near else next(iter(row), "NAME")
+    return f", only {', '.join(row)}: name the right one by --fields {name}={theirs}"

@@ -1,4 +1,4 @@
-"""The results of one checkpoint as a JSON file that is complete after every task."""
+"""Stores the results of one checkpoint in a JSON file, which is complete after each task."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NO_FILTER = "none"
 
 @dataclass
 class Results:
-    """What was measured on one checkpoint.
+    """Results of one checkpoint.
 
-    Args:
-        checkpoint: its directory or name, as given.
-        fingerprint: tells whether a directory still holds the same checkpoint.
+    Attributes:
+        checkpoint: directory or name on the hub, as given.
+        fingerprint: hash of config and weights, to recognize the checkpoint.
         weight_bytes: bytes of its weight files.
-        tasks: of each task ``settings``, ``metrics``, ``subtasks``, ``documents``, ``seconds`` and ``versions``.
+        tasks: ``settings``, ``metrics``, ``subtasks``, ``documents``, ``seconds`` and ``versions`` of each task.
     """
 
     checkpoint: str
@@ -37,13 +37,17 @@ class Results:
 
     @classmethod
     def of(cls, checkpoint: str, directory: Path) -> Results:
-        """No results yet of a checkpoint.
+        """Return empty results of a checkpoint.
+
+        Args:
+            checkpoint: directory or name, as given.
+            directory: directory of the checkpoint.
 
         Raises:
-            CoverageError: no config or no weights.
+            CoverageError: it has no config or no weights.
         """
         if not (config := directory / "config.json").is_file():
-            raise CoverageError(f"{directory} is no checkpoint (no config.json): give the directory of one")
+            raise CoverageError(f"{directory} is not a checkpoint (it has no config.json): give the directory of one")
         files = weight_files(directory)
         digest = hashlib.sha256(config.read_bytes())
         for file in files:
@@ -55,27 +59,27 @@ class Results:
         """Read a file of results.
 
         Raises:
-            CoverageError: it cannot be read, or is something else.
+            CoverageError: the file cannot be read, or is something else.
         """
         try:
             written = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CoverageError(
-                f"{path} cannot be read ({error}): give a file that moe-coverage eval wrote"
+                f"{path} cannot be read ({error}): give a file written by moe-coverage eval"
             ) from error
         if (
             not isinstance(written, dict)
             or written.get("format") != FORMAT
             or not isinstance(written.get("tasks"), dict)
         ):
-            raise CoverageError(f"{path} holds no results: give a file that moe-coverage eval wrote")
+            raise CoverageError(f"{path} has no results: give a file written by moe-coverage eval")
         try:
             return cls(**{name: written[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CoverageError(f"{path} lacks {error}: it is damaged, run the evaluation again") from error
 
     def write(self, path: Path) -> None:
-        """Write the file, complete or not at all.
+        """Write the file atomically.
 
         Raises:
             CoverageError: it cannot be written.
@@ -84,24 +88,24 @@ class Results:
         write_atomically(path, (json.dumps(written, indent=1) + "\n").encode())
 
     def is_done(self, task: str, settings: Mapping[str, Any]) -> bool:
-        """Whether a task was run with these settings.
+        """Return whether a task was run with these settings.
 
         Raises:
-            CoverageError: it was run with others, whose numbers must not be lost.
+            CoverageError: it was run with other settings, and these results must not be overwritten.
         """
         if task not in self.tasks:
             return False
         if changed := differing(self.tasks[task]["settings"], settings):
-            raise CoverageError(f"{task} is there with {told(changed)}: choose another file for the results")
+            raise CoverageError(f"{task} has results with {describe_differences(changed)}: choose another file")
         return True
 
     def add(self, task: str, settings: Mapping[str, Any], found: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Take over what lm-eval returned for a task or group.
+        """Add the results of a task or group.
 
         Args:
-            task: its name.
-            settings: what its numbers depend on.
-            found: lm-eval's results.
+            task: name of the task or group.
+            settings: settings that the numbers depend on.
+            found: results as lm-eval returns them.
             rest: further facts to store.
         """
         direction = found.get("higher_is_better", {})
@@ -117,7 +121,7 @@ class Results:
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not alike, with both values."""
+    """Return settings that differ, with both values."""
     return {
         name: (first.get(name), second.get(name))
         for name in sorted(first.keys() | second.keys())
@@ -125,8 +129,8 @@ def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def told(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """``limit 100 (not 200)``, for a message."""
+def describe_differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Describe differing settings for a message: ``limit 100 (not 200)``."""
     return ", ".join(
         "other prompts or data" if name == "identity" else f"{name} {first} (not {second})"
         for name, (first, second) in changed.items()
@@ -134,7 +138,7 @@ def told(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _metrics(values: Mapping[str, Any], direction: Mapping[str, bool]) -> dict[str, dict[str, Any]]:
-    """``acc,none`` and ``acc_stderr,none`` of lm-eval as one entry ``acc``; other filters stay in the name."""
+    """Merge ``acc,none`` and ``acc_stderr,none`` of lm-eval into one entry ``acc``; keep names of other filters."""
     metrics = {}
     for key, value in values.items():
         metric, _, chosen = key.partition(",")
@@ -150,7 +154,7 @@ def _metrics(values: Mapping[str, Any], direction: Mapping[str, bool]) -> dict[s
 
 
 def _sample(file: Path, digest: Any) -> None:
-    """Name, size and three pieces of a file: whole ones take minutes."""
+    """Add name, size and three samples of a file; hashing entire files takes minutes."""
     size = file.stat().st_size
     digest.update(f"{file.name}:{size}".encode())
     with file.open("rb") as opened:

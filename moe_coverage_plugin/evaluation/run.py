@@ -1,4 +1,4 @@
-"""Runs tasks on a checkpoint, one after the other, and stores each as soon as it is done."""
+"""Runs tasks on a checkpoint one after the other, and stores the results of each as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ def evaluate(
     local: Sequence[LocalTask] = (),
     include: Sequence[str | Path] = (),
 ) -> Results:
-    """Measure a checkpoint, pruned or not.
+    """Evaluate a checkpoint, pruned or not.
 
-    Tasks that ``output`` has already are not run again, and where it has all of them no model is opened.
+    Tasks that have results in ``output`` are not run again. If all have, no model is opened.
 
     Args:
-        checkpoint: directory, or the name of a model on the hub.
-        tasks: names that lm-eval knows: tasks, groups or tags.
+        checkpoint: directory of a model, or its name on the hub.
+        tasks: names of tasks, groups or tags of lm-eval.
         output: JSON file of the results.
-        options: how to run them.
-        local: tasks out of JSON lines.
+        options: how to run the tasks.
+        local: tasks from JSON lines.
         include: directories of further task files for lm-eval.
 
+    Returns:
+        All results in ``output``.
+
     Raises:
-        CoverageError: something is not installed, a task is not known or cannot be built, the file cannot be written,
-            or holds results of another checkpoint or other settings; all of it before a model is opened.
+        CoverageError: a package is not installed, a task is unknown or cannot be built, or the file cannot be written
+            or has results of another checkpoint or with other settings; all are found before a model is opened.
     """
     options = options or EvaluationOptions()
     output = Path(output)
     backends.check_installed(options.backend)
     if not tasks and not local:
-        raise CoverageError("no task is given: name tasks of lm-eval, or files of JSON lines")
+        raise CoverageError("no task is given: name tasks of lm-eval, or give files of JSON lines")
     directory = _directory(checkpoint)
-    results = _begun(output, Results.of(checkpoint, directory))
+    results = _earlier(output, Results.of(checkpoint, directory))
     backends.check_tokenizer(Path(options.tokenizer or directory))
-    known = Tasks(include)
+    available = Tasks(include)
     dtype = backends.dtype_of(directory, options)
     settings = {"backend": options.backend, "dtype": dtype, "limit": options.limit, "seed": options.seed}
     settings |= {"few_shot": options.few_shot}
-    units = [(unit, settings | {"identity": unit.identity}) for unit in known.units(tasks, local, options)]
+    units = [(unit, settings | {"identity": unit.identity}) for unit in available.units(tasks, local, options)]
     left = [(unit, own) for unit, own in units if not results.is_done(unit.name, own)]
     if not left:
         return results
@@ -61,7 +64,7 @@ def evaluate(
     rest: dict[str, Any] = {"versions": backends.versions(options.backend), "model_args": dict(options.model_args)}
     for unit, own in left:
         began = time.monotonic()
-        found = _run(unit, model, known.manager, options)
+        found = _run(unit, model, available.manager, options)
         rest["seconds"] = round(time.monotonic() - began, 2)
         results.add(unit.name, own, found, rest)
         results.write(output)
@@ -76,19 +79,22 @@ def _directory(checkpoint: str) -> Path:
     try:
         return Path(snapshot_download(checkpoint, ignore_patterns=["*.bin", "*.pth", "*.pt", "*.gguf", "original/*"]))
     except Exception as error:
-        # a name that is none, no network, no access: of many types, between which nothing is decided here
+        # an invalid name, no network, no access: each has a type of its own
         reason = " ".join(str(error).split())[:160]
-        raise CoverageError(f"{checkpoint} is neither a directory nor a model that can be had ({reason})") from error
+        raise CoverageError(
+            f"{checkpoint} is not a model directory or hub name ({reason}): give the directory of a model, or "
+            "OWNER/NAME of one on the hub"
+        ) from error
 
 
-def _begun(output: Path, fresh: Results) -> Results:
+def _earlier(output: Path, fresh: Results) -> Results:
     if not output.exists():
         return fresh
     results = Results.read(output)
     if results.fingerprint != fresh.fingerprint:
         raise CoverageError(
-            f"{output} holds results of another checkpoint than {fresh.checkpoint} is now ({results.checkpoint}): "
-            "choose another file"
+            f"{output} has results of another checkpoint, {results.checkpoint}, or of {fresh.checkpoint} before it "
+            "changed: choose another file"
         )
     return results
 

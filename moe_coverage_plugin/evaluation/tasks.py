@@ -1,4 +1,4 @@
-"""Finds tasks of lm-eval by name and builds them, data included, before any model is opened."""
+"""Finds tasks of lm-eval by name, and builds them with their data before a model is opened."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_coverage_plugin.options import EvaluationOptions
 
 @dataclass(frozen=True)
 class Unit:
-    """What is run and stored at once: a task, or a group with all of its tasks.
+    """A task, or a group with all of its tasks, which is run and stored as one.
 
-    Args:
-        name: of the task or group.
-        spec: lm-eval's object.
-        identity: what prompts, scoring and local data are, as a checksum.
+    Attributes:
+        name: name of the task or group.
+        spec: object of lm-eval.
+        identity: hash of prompts, scoring and local data.
     """
 
     name: str
@@ -31,12 +31,15 @@ class Unit:
 
 
 class Tasks:
-    """The tasks that lm-eval knows here.
+    """Tasks that can be run here.
 
-    Those of lm-eval itself are looked through only when a name is found nowhere else: they are many thousand files.
+    The task files of lm-eval itself are read only if a name is not found elsewhere, because there are thousands.
 
     Args:
-        include: directories of task files in lm-eval's own YAML format.
+        include: directories of task files in lm-eval's YAML format.
+
+    Raises:
+        CoverageError: a path is not a directory.
     """
 
     def __init__(self, include: Sequence[str | Path] = ()) -> None:
@@ -44,19 +47,24 @@ class Tasks:
 
         for directory in include:
             if not Path(directory).is_dir():
-                raise CoverageError(f"{directory} is no directory: give one of task files for lm-eval")
+                raise CoverageError(f"{directory} is not a directory: give one with task files for lm-eval")
         self._include: list[str | Path] = [*include]
         self.manager = TaskManager(include_path=self._include, include_defaults=False)
 
     def units(self, names: Iterable[str], local: Sequence[LocalTask], options: EvaluationOptions) -> list[Unit]:
-        """Build tasks; their data is read, or fetched where the task names a data set of the hub.
+        """Build tasks and read their data; data sets on the hub are downloaded.
+
+        Args:
+            names: tasks, groups or tags.
+            local: tasks from JSON lines.
+            options: the options that tasks will be run with.
 
         Raises:
-            CoverageError: a name that is not known, given twice, or a task that cannot be built or run so.
+            CoverageError: a name is unknown or given twice, or a task cannot be built, or not be run with the options.
         """
         configs = {task.name: task.config() for task in local}
-        asked = [*names, *(task.name for task in local)]
-        if repeated := sorted({name for name in asked if asked.count(name) > 1}):
+        given = [*names, *(task.name for task in local)]
+        if repeated := sorted({name for name in given if given.count(name) > 1}):
             raise CoverageError(f"two tasks are called {repeated[0]}: leave one out, or rename the file")
         self._check_known(names := list(names))
         units = [unit for name in names for unit in self._build(name, name)]
@@ -73,18 +81,18 @@ class Tasks:
         for name in names:
             if name not in self.manager.all_tasks:
                 near = get_close_matches(name, self.manager.all_tasks, n=4)
-                hint = f", near it are {', '.join(near)}" if near else ""
+                hint = f", similar names are {', '.join(near)}" if near else ""
                 raise CoverageError(f"lm-eval has no task {name!r}{hint}: `lm-eval ls tasks` lists all")
 
     def _build(self, name: str, spec: str | dict[str, Any]) -> Iterator[Unit]:
         try:
             loaded = self.manager.load([spec])
         except Exception as error:
-            # task files are foreign code, and their data comes from elsewhere
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CoverageError(f"the task {name} cannot be built ({told})") from error
+            # task files can run any code, and their data can be anywhere
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CoverageError(f"the task {name} cannot be built ({reason})") from error
         tasks, groups = loaded["tasks"], loaded.get("groups", {})
-        # a tag stands for its tasks and has no figure of its own
+        # a tag is replaced by its tasks, because it has no results of its own
         found = {name: groups.get(name) or tasks.get(name)} if name in groups or name in tasks else tasks
         for unit, built in found.items():
             yield Unit(unit, built, _identity(_leaves(built)))
@@ -97,12 +105,10 @@ def _leaves(spec: Any) -> list[Any]:
 def _check_runnable(unit: Unit, options: EvaluationOptions) -> None:
     for task in _leaves(unit.spec):
         if getattr(task, "UNSAFE_CODE", False) and not options.run_unsafe_code:
-            raise CoverageError(
-                f"{unit.name} runs programs that the model writes: add --run-unsafe-code where they can do no harm"
-            )
-        # lm-eval passes over the number without a word
+            raise CoverageError(f"{unit.name} runs programs that the model writes: add --run-unsafe-code in a sandbox")
+        # lm-eval would ignore the number without a message
         if options.few_shot and task.get_config("num_fewshot") == 0:
-            raise CoverageError(f"{unit.name} is fixed at 0 examples: leave out --few-shot, or run it by itself")
+            raise CoverageError(f"{unit.name} is fixed at 0 examples: leave out --few-shot, or run it separately")
 
 
 def _identity(tasks: Iterable[Any]) -> str:

@@ -1,7 +1,9 @@
-"""Computes the experts of a layer all at once and shows an observer every value inside them.
+"""The grouped forward of a layer's experts, shared by calibration and recovery.
 
 The toolkit runs experts one after the other, each over its tokens. They are many and small, so on a device the calls
-cost more than the arithmetic, and hooks on every projection would cost as much again.
+cost more than the arithmetic, and hooks on every projection would cost as much again. Here the routed rows are sorted
+by expert, and each projection of all experts is one call (:data:`Projection`): plain linear layers in calibration,
+adapted and padded ones in :mod:`~moe_coverage_plugin.recovery.experts`.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from moe_coverage_plugin.modeling.routing import Routing
 
 
 class ExpertTrace(NamedTuple):
-    """The values inside a layer's experts for one batch, one row for every token and each of its experts.
+    """The values inside a layer's experts for one batch: one row per token and expert that it is routed to.
 
     Attributes:
-        x_MH: the experts' input.
-        gate_MI: output of ``gate_proj``, ``None`` where experts have none.
+        routing: the order of the rows and their routing weights.
+        x_MH: input of the experts.
+        gate_MI: output of ``gate_proj``; ``None`` if the experts have none.
         up_MI: output of ``up_proj``.
         a_MI: the activation, input of ``down_proj``.
-        z_MH: the experts' output before the routing weight.
+        z_MH: output of the experts, before the routing weight.
     """
 
     routing: Routing
@@ -40,32 +43,142 @@ class ExpertTrace(NamedTuple):
     z_MH: Tensor
 
 
-# the mask ``[T]`` of the tokens of the batch in flight that are no padding, by their number; ``None``: all are real
+Observe = Callable[[ExpertTrace], None]
+# from the number of tokens of the current batch to the mask ``[T]`` of those that are not padding; ``None``: all
 RealTokens = Callable[[int], Tensor | None]
+# one projection of all kept experts: from rows ``[M, A]``, sorted by expert, and rows per expert ``[E]`` to ``[M, O]``
+Projection = Callable[[Tensor, Tensor], Tensor]
+
+
+class GroupedExperts:
+    """The kept experts of one layer, computed together over the tokens that are routed to them."""
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        project: Callable[[str, list[Any]], Projection],
+        observe: Observe | None = None,
+        real_tokens: RealTokens | None = None,
+    ):
+        """Group the projections of the experts that are kept now.
+
+        Args:
+            layer: its container must compute as the toolkit's does (:func:`computes_as_toolkit`).
+            project: makes a :data:`Projection` from its name (``up_proj``) and the modules of the kept experts.
+            observe: called with the values of every batch.
+            real_tokens: the mask of each batch; ``None``: no token is padding.
+        """
+        assert computes_as_toolkit(layer), f"{layer.name}: {type(layer.experts).__name__} has a forward of its own"
+        self._container: Any = layer.experts
+        self._num_experts = layer.num_experts
+        self._observe, self._real_tokens = observe, real_tokens
+        kept = [index for index, mlp in enumerate(layer.mlps) if expert_width(mlp)]
+        # None: all, which needs no indexing
+        self._kept = kept if len(kept) < layer.num_experts else None
+        parts = [projections(layer.mlps[index]) for index in kept]
+        self._projections = {name: project(name, [part[name] for part in parts]) for name in parts[0]}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute a batch, in place of the container's ``forward``.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: experts of each token, ``[T, K]``; none of them may be removed.
+            top_k_weights: their routing weights, ``[T, K]``.
+
+        Returns:
+            ``[T, H]``, the weighted sum over the experts of each token.
+        """
+        tokens = hidden_states.shape[0]
+        real_T = None if self._real_tokens is None else self._real_tokens(tokens)
+        routing = Routing.of(top_k_index, top_k_weights, self._num_experts, real_T)
+        trace = self._trace(hidden_states, routing)
+        if self._observe is not None:
+            self._observe(trace)
+        weighted_MH = (trace.z_MH * routing.routing_weights_M[:, None]).to(hidden_states.dtype)
+        # a sum over slots has the same order every time, unlike atomic additions
+        by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
+        return by_slot_MH.unflatten(0, (-1, tokens)).sum(0)
+
+    def _trace(self, hidden_TH: Tensor, routing: Routing) -> ExpertTrace:
+        lengths_E = routing.lengths_E if self._kept is None else routing.lengths_E[self._kept]
+        x_MH = hidden_TH[routing.tokens_M]
+        gate_MI = self._projections["gate_proj"](x_MH, lengths_E) if "gate_proj" in self._projections else None
+        up_MI = self._projections["up_proj"](x_MH, lengths_E)
+        if gate_MI is None:
+            a_MI = self._container.act_fn(up_MI)
+        else:
+            a_MI = self._container._apply_gate(torch.cat([gate_MI, up_MI], dim=-1))
+        return ExpertTrace(routing, x_MH, gate_MI, up_MI, a_MI, self._projections["down_proj"](a_MI, lengths_E))
+
+
+class LinearProjection:
+    """One linear layer of every kept expert; all have one shape."""
+
+    def __init__(self, _name: str, linears: list[Linear]):
+        """Take the linear layer of each kept expert."""
+        self._linears = linears
+        # reading an offloaded weight copies it, so only weights that stay on their device are held
+        resident = all(get_offloaded_device(each) == get_execution_device(each) for each in linears)
+        self._held = self._parameters() if resident else None
+
+    def _parameters(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        weights = [each.weight for each in self._linears]
+        return weights, None if self._linears[0].bias is None else [each.bias for each in self._linears]
+
+    def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
+        """Multiply the rows of each expert by its weight (see :data:`Projection`)."""
+        weights, biases = self._held or self._parameters()
+        if x_MA.is_cuda and x_MA.dtype == torch.bfloat16:
+            ends_E = lengths_E.cumsum(0, dtype=torch.int32)
+            y_MO = grouped_mm(x_MA, torch.stack(weights).transpose(1, 2), offs=ends_E)
+            if biases is None:
+                return y_MO
+            return y_MO + torch.stack(biases).repeat_interleave(lengths_E, dim=0, output_size=len(y_MO))
+        rows = zip(x_MA.split(lengths_E.tolist()), weights, biases or [None] * len(weights), strict=True)
+        # a bfloat16 model may compute in float32, see compute_dtype.py
+        product = linear if x_MA.dtype == weights[0].dtype else ConvertedLinear.apply
+        return torch.cat([product(*row) for row in rows])
+
+
+class ConvertedLinear(torch.autograd.Function):
+    """A linear layer with a weight of another dtype than its input, without gradient of the weight.
+
+    The graph keeps the weight as it is; one converted copy exists at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Compute ``x @ weight.T + bias`` in the dtype of ``x``."""
+        ctx.save_for_backward(weight_OA)
+        return linear(x_MA, weight_OA.to(x_MA.dtype), None if bias_O is None else bias_O.to(x_MA.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, None, None]:
+        """Compute the gradient of ``x``."""
+        (weight_OA,) = ctx.saved_tensors
+        return grad_MO @ weight_OA.to(grad_MO.dtype), None, None
+
+
+def computes_as_toolkit(layer: MoELayer) -> bool:
+    """Whether the experts compute as the toolkit's container does, not by a ``forward`` of their family."""
+    return type(layer.experts).forward is LinearExperts2D.forward
 
 
 @contextmanager
-def grouped_experts(
-    layer: MoELayer, observe: Callable[[ExpertTrace], None] | None, real_tokens: RealTokens
-) -> Iterator[None]:
-    """Let ``layer`` compute routed tokens only, all experts at once, and show ``observe``, if any, what it computes.
+def grouped_experts(layer: MoELayer, observe: Observe | None, real_tokens: RealTokens) -> Iterator[None]:
+    """Let ``layer`` compute its experts together, over routed tokens only, and show their values to ``observe``.
 
-    The experts that are not removed must have one width. Hooks on modules inside the experts do not run.
+    The kept experts must have one width. Hooks on modules inside the experts do not run.
+
+    Args:
+        layer: computed as before after the context.
+        observe: called for every batch.
+        real_tokens: the mask of each batch.
     """
-    computed = _Experts(layer)
-
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        real_T = real_tokens(hidden_states.shape[0])
-        routing = Routing.of(top_k_index, top_k_weights, layer.num_experts, real_T)
-        trace = computed.trace(hidden_states, routing)
-        if observe is not None:
-            observe(trace)
-        weighted_MH = (trace.z_MH * routing.routing_weights_M[:, None]).to(hidden_states.dtype)
-        # back into the order of slots and tokens: a sum over slots is the same every time, unlike atomic additions
-        by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
-        return by_slot_MH.unflatten(0, (-1, hidden_states.shape[0])).sum(0)
-
-    with replaced_forward(layer.experts, forward):
+    experts = GroupedExperts(layer, LinearProjection, observe, real_tokens)
+    # patch: grouped-experts
+    with replaced_forward(layer.experts, experts.forward):
         yield
 
 
@@ -82,54 +195,3 @@ def replaced_forward(module: Module, forward: Callable[..., object]) -> Iterator
             del module.forward
         else:
             module.forward = own
-
-
-class _Experts:
-    """The experts of a layer that are not removed, projection by projection."""
-
-    def __init__(self, layer: MoELayer):
-        assert type(layer.experts).forward is LinearExperts2D.forward, "these experts compute their own way"
-        self.container: Any = layer.experts
-        live = [index for index, mlp in enumerate(layer.mlps) if expert_width(mlp)]
-        # None: all, which needs no indexing
-        self.live = live if len(live) < layer.num_experts else None
-        parts = [projections(layer.mlps[index]) for index in live]
-        self.projections = {name: _Projection([part[name] for part in parts]) for name in parts[0]}
-
-    def trace(self, hidden_TH: Tensor, routing: Routing) -> ExpertTrace:
-        """Compute the rows of a batch; none may belong to a removed expert."""
-        lengths_E = routing.lengths_E if self.live is None else routing.lengths_E[self.live]
-        x_MH = hidden_TH[routing.tokens_M]
-        up_MI = self.projections["up_proj"](x_MH, lengths_E)
-        if "gate_proj" in self.projections:
-            gate_MI = self.projections["gate_proj"](x_MH, lengths_E)
-            a_MI = self.container._apply_gate(torch.cat([gate_MI, up_MI], dim=-1))
-        else:
-            gate_MI = None
-            a_MI = self.container.act_fn(up_MI)
-        return ExpertTrace(routing, x_MH, gate_MI, up_MI, a_MI, self.projections["down_proj"](a_MI, lengths_E))
-
-
-class _Projection:
-    """One linear layer of every expert, each for its own rows, which follow one another."""
-
-    def __init__(self, linears: list[Linear]):
-        self.linears = linears
-        # an offloaded weight is copied each time it is asked for, so only one that stays where it is may be held
-        resident = all(get_offloaded_device(each) == get_execution_device(each) for each in linears)
-        self._held = self._parameters() if resident else None
-
-    def _parameters(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        weights = [each.weight for each in self.linears]
-        return weights, None if self.linears[0].bias is None else [each.bias for each in self.linears]
-
-    def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
-        weights, biases = self._held or self._parameters()
-        if x_MA.is_cuda and x_MA.dtype == torch.bfloat16:
-            ends_E = lengths_E.cumsum(0, dtype=torch.int32)
-            y_MO = grouped_mm(x_MA, torch.stack(weights).transpose(1, 2), offs=ends_E)
-            if biases is None:
-                return y_MO
-            return y_MO + torch.stack(biases).repeat_interleave(lengths_E, dim=0, output_size=len(y_MO))
-        rows = zip(x_MA.split(lengths_E.tolist()), weights, biases or [None] * len(weights), strict=True)
-        return torch.cat([linear(*row) for row in rows])

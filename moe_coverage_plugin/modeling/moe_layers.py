@@ -1,4 +1,4 @@
-"""Finds the MoE layers of a model. The only file that knows how model families name their parts."""
+"""Finds the MoE layers of a model. Only this module depends on how model families name their parts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.manifest import CoverageError
 
 ROUTER_NAMES = ("gate", "router")
-# how configs count shared experts that are as many times as wide as a routed one
+# keys of configs that size shared experts as a multiple of the width of a routed expert
 SHARED_EXPERT_KEYS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 
 
 @dataclass(frozen=True)
 class MoELayer:
-    """One mixture-of-experts layer: a router, its experts, and the module whose output joins them (``y``).
+    """One mixture-of-experts layer.
 
     Attributes:
         name: module path of the experts, ``model.layers.0.mlp.experts``.
-        moe: parent of ``experts`` and ``router``; its output includes shared experts where the model has them.
-        top_k: experts that the router picks for a token.
+        moe: parent of ``experts`` and ``router``; its output ``y`` includes shared experts if the model has them.
+        experts: the toolkit's container of linear experts.
+        router: module that chooses experts for tokens.
+        top_k: number of experts that the router chooses for a token.
     """
 
     name: str
@@ -38,43 +40,44 @@ class MoELayer:
 
     @property
     def mlps(self) -> list[ExpertMLP]:
-        """The experts in order; the container also holds the activation function, which is no expert."""
+        """The experts in order, without the activation function, which the container also holds."""
         return [child for child in self.experts.children() if isinstance(child, ExpertMLP)]
 
     @property
     def num_experts(self) -> int:
+        """Number of experts, removed ones included."""
         return len(self.mlps)
 
     @property
     def widths(self) -> list[int]:
-        """Channels of each expert, 0 where it was removed."""
+        """Channels of each expert, 0 if it was removed."""
         return [expert_width(mlp) for mlp in self.mlps]
 
 
 def expert_width(mlp: ExpertMLP) -> int:
-    """Channels of an expert: the input features of its ``down_proj``, 0 for a removed expert."""
+    """Return the channels of an expert: the input features of its ``down_proj``, 0 for a removed expert."""
     down = getattr(mlp, "down_proj", None)
     return down.in_features if down is not None else 0
 
 
 def shared_experts_follow(model: PreTrainedModel) -> bool:
-    """Whether the family sizes its shared experts by the width of routed ones, so that it cannot change for all."""
+    """Whether the config sizes shared experts by the width of routed ones, so that this width must not change."""
     config = model.config.get_text_config()
     return any(getattr(config, key, None) for key in SHARED_EXPERT_KEYS)
 
 
 def projections(mlp: ExpertMLP) -> dict[str, Linear]:
-    """The linear layers of an expert by name: ``gate_proj`` (where gated), ``up_proj``, ``down_proj``."""
+    """Return the linear layers of an expert by name: ``gate_proj`` (if gated), ``up_proj``, ``down_proj``."""
     return {name: getattr(mlp, name) for name in PROJECTIONS if hasattr(mlp, name)}
 
 
 def expert_linears(layer: MoELayer) -> list[Linear]:
-    """All projections of all experts of a layer."""
+    """Return all projections of all experts of a layer."""
     return [linear for mlp in layer.mlps for linear in projections(mlp).values()]
 
 
 def find_moe_layers(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[MoELayer]:
-    """All MoE layers of ``model`` in layer order, without those that ``ignore`` names.
+    """Return all MoE layers of ``model`` in layer order, except those that ``ignore`` names.
 
     Args:
         model: with linearized experts, as ``oneshot`` prepares it.
@@ -119,8 +122,8 @@ def _layer(model: PreTrainedModel, name: str) -> MoELayer:
     )
     if router is None or isinstance(experts, Llama4LinearExperts):
         raise CoverageError(
-            f"{name} ({type(experts).__name__} in {type(parent).__name__}) hands its experts no top-k routing from a "
-            f"router beside them ({' or '.join(ROUTER_NAMES)}): this family is not supported"
+            f"{name} ({type(experts).__name__} in {type(parent).__name__}) is not called with the top-k routing of a "
+            f"router beside it ({' or '.join(ROUTER_NAMES)}): this family is not supported"
         )
     return MoELayer(name, parent, experts, router, _top_k(model, router))
 
@@ -133,7 +136,7 @@ def _top_k(model: PreTrainedModel, router: Module) -> int:
 
 
 def uniform_shape(layers: Sequence[MoELayer]) -> tuple[int, int]:
-    """Experts per layer and channels per expert, which all layers must share.
+    """Return the experts per layer and channels per expert, which all layers must share.
 
     Raises:
         CoverageError: layers differ, for instance because a model was pruned before.
@@ -142,16 +145,16 @@ def uniform_shape(layers: Sequence[MoELayer]) -> tuple[int, int]:
     if len(shapes) != 1 or len(shape := shapes.pop()) != 2:
         raise CoverageError(
             "MoE layers differ in their numbers of experts or channels: scores of a model that was pruned before, "
-            "or of layers of several shapes, cannot be compared; prune the original model, or list the odd layers in "
-            "ignore"
+            "or of layers of several shapes, cannot be compared; prune the original model, or list the differing "
+            "layers in ignore"
         )
     return shape[0], shape[1]
 
 
 def correction_biases(layer: MoELayer) -> list[tuple[Module, str]]:
-    """Per-expert biases ``[..., E]`` that some routers add to the scores before they choose; saved with the model.
+    """Return the biases ``[..., E]`` that some routers add to scores before they choose; saved with the model.
 
-    As the module that holds each and its name there, because a tensor of an offloaded module may be a copy.
+    Each is returned as its module and its name there, because reading a tensor of an offloaded module may copy it.
     """
     return [
         (module, "e_score_correction_bias")
@@ -161,32 +164,32 @@ def correction_biases(layer: MoELayer) -> list[tuple[Module, str]]:
 
 
 def routing_groups(layer: MoELayer) -> tuple[int, int]:
-    """Groups that a router sorts its experts into, and from how many of them it picks for a token; else 1 and 1."""
-    names = ("num_group", "n_group")  # one in each era of transformers
+    """Return the groups of a router's experts, and how many groups it chooses for a token; 1, 1 without groups."""
+    names = ("num_group", "n_group")  # before and after a renaming in transformers
     groups = next((value for name in names if (value := getattr(layer.router, name, None))), 1)
     return groups, getattr(layer.router, "topk_group", None) or 1
 
 
 def experts_needed(layer: MoELayer) -> tuple[int, int]:
-    """Groups that a router sorts its experts into, 1 where it does not, and how many live ones each must have."""
+    """Return the groups of a router's experts, 1 without groups, and how many experts each group must keep."""
     groups, picked_groups = routing_groups(layer)
-    # a group is scored by its best two experts, so one alone would never be reached
+    # a group is scored by its best two experts, so a single kept expert would never be chosen
     return groups, max(-(-layer.top_k // picked_groups), 2 if groups > 1 else 1)
 
 
 def chooses_by_token_table(layer: MoELayer) -> bool:
-    """Whether a table of token ids chooses the experts (hash routing), whatever the router's logits are."""
+    """Whether a table of token ids chooses the experts (hash routing), independently of the router's logits."""
     return hasattr(layer.router, "tid2eid")
 
 
 def linears_that_must_stay(layers: Sequence[MoELayer]) -> dict[Module, str]:
-    """Modules that no quantizer may touch: routers and the gates of shared experts, with their names."""
-    forbidden: dict[Module, str] = {}
+    """Return the modules that no quantizer may change, with their names: routers and the gates of shared experts."""
+    found: dict[Module, str] = {}
     for layer in layers:
         parent_name = layer.name.rpartition(".")[0]
         for name, module in layer.moe.named_modules():
             inside_router = module is layer.router or any(module is child for child in layer.router.modules())
             one_output = isinstance(module, Linear) and module.out_features == 1
             if inside_router or one_output:
-                forbidden[module] = f"{parent_name}.{name}"
-    return forbidden
+                found[module] = f"{parent_name}.{name}"
+    return found

@@ -1,7 +1,7 @@
-"""Opens a model's linear layers in the 4 bits of bitsandbytes (NF4 or FP4), which transformers computes with.
+"""Quantizes a model's linear layers to the 4 bits of bitsandbytes (NF4 or FP4), which transformers computes with.
 
-bitsandbytes cuts a weight, row after row, into blocks of 64 numbers that share a scale. Blocks run on from row to row,
-so that experts of all widths take the same bytes a number; kernels differ in what widths they take.
+bitsandbytes splits a flattened weight into blocks of 64 numbers that share a scale. A block may continue in the next
+row, so experts of all widths take the same number of bytes per weight; its kernels support different sets of widths.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, linears_tha
 
 
 def check_config(config: object, path: Path, quantized: bool) -> None:
-    """Refuse what cannot be opened in 4 bits, before a weight is read.
+    """Check, before a weight is read, that a checkpoint can be opened in 4 bits.
 
     Args:
-        config: what the caller gave as ``quantization_config``.
+        config: the caller's ``quantization_config``.
         path: of the checkpoint.
-        quantized: its weights are stored quantized.
+        quantized: whether its weights are stored quantized.
 
     Raises:
-        CoverageError: another kind of quantization than 4 bits by bitsandbytes, a checkpoint that is quantized
-            already, or bitsandbytes is missing.
+        CoverageError: the config is not for 4 bits by bitsandbytes, the checkpoint is quantized already, or
+            bitsandbytes is missing.
     """
     if not isinstance(config, BitsAndBytesConfig):
         raise CoverageError(
@@ -42,8 +42,8 @@ def check_config(config: object, path: Path, quantized: bool) -> None:
         )
     if config.load_in_8bit:
         raise CoverageError(
-            "quantization_config has load_in_8bit=True, which also rounds what experts read and was not tried with "
-            "unequal widths: use load_in_4bit=True, or quantize to W8A16 in the recipe"
+            "quantization_config has load_in_8bit=True, which also rounds the inputs of experts and was not tried "
+            "with unequal widths: use load_in_4bit=True, or quantize to W8A16 in the recipe"
         )
     if config.quantization_method() is None:
         raise CoverageError(
@@ -53,40 +53,45 @@ def check_config(config: object, path: Path, quantized: bool) -> None:
     if quantized:
         raise CoverageError(
             f"{path} is quantized already, and its weights would be rounded a second time: leave quantization_config "
-            "out, or give the 16-bit checkpoint of the same pruning"
+            "out, or open the 16-bit checkpoint of the same pruning"
         )
     if not is_bitsandbytes_available():
         raise CoverageError(
-            "4 bits by bitsandbytes need that package, which is missing here or too old: "
+            "load_in_4bit=True needs bitsandbytes, which is missing here or too old: "
             'pip install "moe-coverage-plugin[nf4]"'
         )
 
 
 @torch.no_grad()
 def quantize_linears(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
-    """Put linear layers, of whatever widths, into 4 bits, in place and where they lie.
+    """Quantize linear layers of any widths to 4 bits, in place, each on its device.
 
-    Routers, gates of shared experts and the output head stay as they are, as does what the config's
-    ``llm_int8_skip_modules`` names.
+    Routers, gates of shared experts, the output head and the modules in the config's ``llm_int8_skip_modules`` stay
+    in 16 or 32 bits.
+
+    Args:
+        model: with linear experts.
+        config: checked by :func:`check_config`.
     """
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     config = copy.deepcopy(config)
-    config.llm_int8_skip_modules = [*(config.llm_int8_skip_modules or ()), *_names_that_stay(model)]
+    config.llm_int8_skip_modules = [*(config.llm_int8_skip_modules or ()), *_skipped_names(model)]
     quantizer = Bnb4BitHfQuantizer(config, pre_quantized=False)
     linears = {name: module for name, module in model.named_modules() if type(module) is Linear}
     quantizer.preprocess_model(model, device_map=None)
     for name, linear in linears.items():
         packed = model.get_submodule(name)
         if isinstance(packed, Linear4bit):
-            # the parameter that it has knows the config and holds nothing
+            # its parameter has the options of the config, but no values
             weight: Any = Params4bit(linear.weight.detach(), requires_grad=False, **packed.weight.__dict__)
             packed.weight = weight.to(linear.weight.device)
             packed.bias = linear.bias
-            # packed for CPUs that multiply bfloat16, most widths stop, experts without tokens end the process, and
-            # nobody can read the weight (bitsandbytes 0.50)
+            # bitsandbytes 0.50 packs weights for CPUs that multiply bfloat16; with that packing, most widths raise,
+            # experts without tokens end the process, and the weight cannot be read back
+            # patch: nf4-cpu-packing
             packed.support_avx512bf16_for_cpu = False
-            # or all weights would be held twice
+            # frees the weight, or all weights would be in memory twice
             linear.weight = None  # pyright: ignore[reportAttributeAccessIssue]
     quantizer.postprocess_model(model)
     opened: Any = model
@@ -94,7 +99,7 @@ def quantize_linears(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
 
 
 def dense_weight(linear: Any) -> Tensor:
-    """What a linear layer multiplies by: its own weight, or that of 4 bits in the dtype that it had before."""
+    """Return the weight of a linear layer, dequantized to its original dtype if it is in 4 bits."""
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight
     from bitsandbytes.functional import dequantize_4bit
@@ -102,14 +107,14 @@ def dense_weight(linear: Any) -> Tensor:
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state)
 
 
-def forget_quantization(model: PreTrainedModel) -> None:
-    """Call a model whole again that holds no weight in 4 bits any more."""
-    whole: Any = model
-    whole.hf_quantizer.remove_quantization_config(model)
-    whole.is_loaded_in_4bit = False
+def remove_quantization_config(model: PreTrainedModel) -> None:
+    """Mark a model as not quantized, after its last weight in 4 bits was replaced."""
+    unquantized: Any = model
+    unquantized.hf_quantizer.remove_quantization_config(model)
+    unquantized.is_loaded_in_4bit = False
 
 
-def _names_that_stay(model: PreTrainedModel) -> list[str]:
-    """Patterns that each match one module, in the way that transformers looks for them."""
+def _skipped_names(model: PreTrainedModel) -> list[str]:
+    """Patterns for ``llm_int8_skip_modules`` that match exactly one module each."""
     routing = linears_that_must_stay(find_moe_layers(model)).values()
     return [f"{re.escape(name)}$" for name in (*routing, *get_keys_to_not_convert(model))]

@@ -1,4 +1,4 @@
-"""Cuts channels out of experts. Decides nothing: it is told which channels stay."""
+"""Slices the weights of experts to given channels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, proj
 
 
 class RemovedExpert(ExpertMLP):
-    """Stands where an expert was removed, so that the others keep their numbers. Has no parameters."""
+    """Placeholder for a removed expert, so that the others keep their numbers. It has no parameters."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return zeros."""
         return torch.zeros_like(hidden_states)
 
     def copy_from_experts_module(self, experts, index: int):
-        raise NotImplementedError("a removed expert holds no weights")
+        """Raise an error: there are no weights to copy to."""
+        raise NotImplementedError("a removed expert has no weights")
 
 
 def prune_layer(
@@ -35,19 +37,20 @@ def prune_layer(
     """Keep the given channels of every expert of a layer, in place.
 
     Args:
-        kept_E: for each expert the ascending channel indices that stay (int64); none: the expert is removed.
-        padded_width: append zero channels up to this width; the outputs do not change.
-        down_columns: by expert, columns ``[H, N]`` that take the place of those of ``down_proj`` that stay.
+        layer: the layer.
+        kept_E: for each expert the ascending indices of its kept channels (int64); empty: the expert is removed.
+        padded_width: append zero channels up to this width and remove no expert; the outputs do not change.
+        down_columns: by expert, columns ``[H, N]`` that replace the kept columns of ``down_proj``.
     """
     ranges = mapped_ranges()
     for index, (mlp, kept_N) in enumerate(zip(layer.mlps, kept_E, strict=True)):
         with disable_onloading():
-            whole = list(mlp.parameters())
+            unpruned = list(mlp.parameters())
         if kept_N.numel() == 0 and padded_width is None:
             remove_expert(layer, index)
         else:
             prune_expert(mlp, kept_N, padded_width or kept_N.numel(), (down_columns or {}).get(index))
-        drop_mapped_pages(whole, ranges)
+        drop_mapped_pages(unpruned, ranges)
 
 
 def remove_expert(layer: MoELayer, index: int) -> None:
@@ -57,45 +60,46 @@ def remove_expert(layer: MoELayer, index: int) -> None:
 
 @torch.no_grad()
 def prune_expert(mlp: ExpertMLP, kept_N: Tensor, width: int, down_HN: Tensor | None = None) -> None:
-    """Slice rows of ``gate_proj`` and ``up_proj`` (weights, biases) and columns of ``down_proj`` by one index.
+    """Slice the rows of ``gate_proj`` and ``up_proj`` (weights, biases) and the columns of ``down_proj``, in place.
 
-    The bias of ``down_proj`` belongs to the output and stays.
+    The bias of ``down_proj`` belongs to the output and is unchanged.
 
     Args:
-        kept_N: ascending channel indices, int64, all different.
-        width: at least ``N``; further channels are zero.
-        down_HN: columns in the place of those of ``down_proj`` that stay.
+        mlp: the expert.
+        kept_N: strictly ascending channel indices, int64.
+        width: at least ``N``; the channels after the kept ones are zero.
+        down_HN: columns that replace the kept columns of ``down_proj``.
     """
-    assert bool((kept_N.diff() > 0).all()), "kept channels must ascend: gate, up and down share one order"
+    assert bool((kept_N.diff() > 0).all()), "kept channels must ascend: the projections share one order"
     if kept_N.numel() == width == expert_width(mlp):
-        # nothing to cut, and a copy would take memory: the weight may lie in a mapped file
+        # nothing to slice, and a copy would take memory if the weight is in a mapped file
         return
     for name, linear in projections(mlp).items():
         if name == "down_proj":
-            _cut(linear, "weight", kept_N, 1, width, down_HN)
+            _slice(linear, "weight", kept_N, 1, width, down_HN)
         else:
-            _cut(linear, "weight", kept_N, 0, width)
-            _cut(linear, "bias", kept_N, 0, width)
+            _slice(linear, "weight", kept_N, 0, width)
+            _slice(linear, "bias", kept_N, 0, width)
         with disable_onloading():
             linear.out_features, linear.in_features = linear.weight.shape
-        _renew_quantization(linear)
+        _resize_scales(linear)
     mlp.intermediate_size = width  # pyright: ignore[reportArgumentType] - a plain attribute of its subclasses
 
 
-def _cut(linear: Linear, name: str, kept_N: Tensor, dim: int, width: int, instead: Tensor | None = None) -> None:
-    # asked for once: an offloaded one is loaded each time
-    whole = getattr(linear, name)
-    if whole is None:
+def _slice(linear: Linear, name: str, kept_N: Tensor, dim: int, width: int, fitted: Tensor | None = None) -> None:
+    # read once, because each read of an offloaded parameter copies it
+    unpruned = getattr(linear, name)
+    if unpruned is None:
         return
-    kept = whole.detach().index_select(dim, kept_N.to(whole.device)) if instead is None else instead
+    kept = unpruned.detach().index_select(dim, kept_N.to(unpruned.device)) if fitted is None else fitted
     missing = width - kept_N.numel()
     # F.pad lists dimensions from the last to the first
-    cut = pad(kept, (0, missing) if dim == whole.ndim - 1 else (0, 0, 0, missing)).contiguous()
+    padded = pad(kept, (0, missing) if dim == unpruned.ndim - 1 else (0, 0, 0, missing)).contiguous()
     # assignment, because an offload cache accepts a new shape only as a new parameter
-    setattr(linear, name, Parameter(cut, requires_grad=whole.requires_grad))
+    setattr(linear, name, Parameter(padded, requires_grad=unpruned.requires_grad))
 
 
-def _renew_quantization(linear: Linear) -> None:
-    # a quantizer later in the recipe has already sized its scales for the old width
+def _resize_scales(linear: Linear) -> None:
+    # a quantizer later in the recipe has already created its scales for the old width
     if getattr(linear, "quantization_scheme", None) is not None:
         initialize_module_for_quantization(linear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
+from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype, fast_compute_dtype
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, uniform_shape
 from moe_coverage_plugin.modifiers.attribution_checks import (
@@ -35,6 +37,7 @@ from moe_coverage_plugin.modifiers.attribution_checks import (
     refuse_pruned,
     refuse_quantized,
 )
+from moe_coverage_plugin.modifiers.float32_passes import choose_dtype_of_passes
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
 from moe_coverage_plugin.options import AttributionOptions
 
@@ -55,13 +58,14 @@ class AttributionModifier(AttributionOptions, Modifier):
         - find the MoE layers, and stop if they are pruned or quantized already
         - if ``scores`` is set: read the scores and check that they belong to this model
         - otherwise: check the calibration data, and the memory for ``obs``
+        - let passes compute in float32 if the model is in bfloat16 and the processor is slow in it
     - on_calibration_start
         - run the calibration data through the model and score channels, experts and layers
         - if ``save_scores`` is set: write the scores
     - on_calibration_end
         - warn of experts with few or no calibration tokens
     - on_finalize
-        - remove the mark that keeps attention causal in the passes of the toolkit
+        - remove the mark that keeps attention causal, and the compute dtype, from the passes of the toolkit
 
     Example recipe::
 
@@ -72,6 +76,7 @@ class AttributionModifier(AttributionOptions, Modifier):
     # it makes its own pass over the data, so the toolkit need not
     requires_calibration_data: bool = False
 
+    _passes: ExitStack = PrivateAttr(default_factory=ExitStack)
     _layers: list[MoELayer] = PrivateAttr(default_factory=list)
     _measured: AttributionScores | None = PrivateAttr(default=None)
     _provenance: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -122,6 +127,7 @@ class AttributionModifier(AttributionOptions, Modifier):
         if self.save_scores is not None:
             check_writable(Path(self.save_scores))
         mark_causal_attention(state.model)
+        self._passes = choose_dtype_of_passes(self, state.model)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -139,7 +145,7 @@ class AttributionModifier(AttributionOptions, Modifier):
         check_predicted_tokens(self, batches)
         self._provenance = self._describe(state.model, batches)
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
-        with DisableQuantization(state.model):
+        with DisableQuantization(state.model), fast_compute_dtype(state.model):
             self._measured = self._measure(state.model, batches)
         if self.save_scores is not None and is_source_process():
             save_scores(self.save_scores, self._measured, self._provenance)
@@ -158,7 +164,8 @@ class AttributionModifier(AttributionOptions, Modifier):
         logger.info(f"Observed {self.measured.tokens_LE.numel()} experts, {count} of them without a token")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Remove the mark that keeps attention causal."""
+        """Remove the mark that keeps attention causal, and the compute dtype."""
+        self._passes.close()
         unmark_causal_attention(state.model)
         return True
 
@@ -192,6 +199,7 @@ class AttributionModifier(AttributionOptions, Modifier):
             "routers_sha256": routers_hash(self._layers),
             "calibration_sha256": data_hash(batches),
             "calibration_batches": sum(gather_over_ranks(len(batches))),
+            "compute_dtype": str(choose_compute_dtype(model).dtype).removeprefix("torch."),
             "attribution": self.model_dump(exclude={*Modifier.model_fields, "scores", "save_scores"}),
             **environment(),
         }

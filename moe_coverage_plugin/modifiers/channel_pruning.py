@@ -109,7 +109,9 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
         self._choose_channels(state.model)
         assert state.data.calib is not None
         layers = self._coverage.attribution.layers
-        self._reconstruction = ReconstructionPass(layers, self._kept, self._padded_width, state.data.calib)
+        self._reconstruction = ReconstructionPass(
+            state.model, layers, self._kept, self._padded_width, state.data.calib
+        )
         embeddings: Any = state.model.get_input_embeddings()
         # the toolkit's annotation leaves pre-hooks out
         self.register_hook(embeddings, self._reconstruction.on_embedding, "forward_pre")  # type: ignore[arg-type]

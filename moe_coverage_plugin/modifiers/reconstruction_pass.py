@@ -14,6 +14,7 @@ from torch.nn import Module
 from moe_coverage_plugin.calibration.gram import GramObserver
 from moe_coverage_plugin.calibration.token_mask import TokenMask
 from moe_coverage_plugin.core.reconstruction import reconstruct_down
+from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
 from moe_coverage_plugin.modeling.router_mask import mask_router
@@ -26,6 +27,7 @@ class ReconstructionPass:
     Later layers are so fitted to the outputs of the layers that are pruned already.
 
     Args:
+        model: the model of the run.
         layers: the layers to prune.
         kept: for each layer's name, the indices of the kept channels of every expert.
         padded_width: width that experts are padded to with zeros; ``None``: not padded.
@@ -34,6 +36,7 @@ class ReconstructionPass:
 
     def __init__(
         self,
+        model: Module,
         layers: Sequence[MoELayer],
         kept: dict[str, list[Tensor]],
         padded_width: int | None,
@@ -45,6 +48,8 @@ class ReconstructionPass:
         with torch.random.fork_rng(devices=[]):
             self._token_mask = TokenMask(batches)
         self._state = active_session().state
+        self._dtype = ExitStack()
+        self._dtype.enter_context(fast_compute_dtype(model))
         self._observed = [self._observe(layer) for layer in layers]
 
     def on_embedding(self, module: Module, args: tuple[Tensor, ...]) -> None:
@@ -66,6 +71,7 @@ class ReconstructionPass:
 
     def close(self) -> None:
         """End the pass."""
+        self._dtype.close()
         assert not self._observed, f"{len(self._observed)} layers saw no batch"
 
     def _observe(self, layer: MoELayer) -> tuple[GramObserver, ExitStack]:

@@ -11,7 +11,7 @@ from moe_coverage_plugin.options.base import Options
 
 
 class EvaluationOptions(Options):
-    """How tasks are run; whatever changes their numbers is stored with the results."""
+    """How tasks are run; settings that change the numbers are stored with the results."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -19,25 +19,25 @@ class EvaluationOptions(Options):
     """Engine that opens the checkpoint: transformers (hf), with weights decompressed, or vLLM."""
 
     few_shot: int | None = Field(default=None, ge=0)
-    """Worked examples in front of each document; the task's own number if not given."""
+    """Worked examples in front of each document; by default, the task's own number."""
 
     limit: int | None = Field(default=None, ge=1)
-    """Number of documents to take of each task, the first ones; all if not given."""
+    """Number of documents of each task, from the first; by default, all."""
 
     batch_size: int = Field(default=8, ge=1)
     """Documents at a time with the backend hf; vLLM forms its own batches."""
 
     seed: int = Field(default=1234, ge=0)
-    """Seed of whatever is drawn, such as the worked examples."""
+    """Seed of random choices, such as that of the worked examples."""
 
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Data type to compute in; the checkpoint's if not given."""
+    """Data type to compute in; by default, the checkpoint's."""
 
     device: str | None = None
-    """Device of the backend hf; a GPU if there is one, if not given."""
+    """Device of the backend hf; by default, a GPU if there is one."""
 
     tokenizer: str | None = None
-    """Directory of the tokenizer, if it is not the checkpoint's."""
+    """Directory of the tokenizer; by default, the checkpoint."""
 
     model_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of vLLM's engine."""
@@ -46,7 +46,7 @@ class EvaluationOptions(Options):
     """Whether to run Python files of the checkpoint."""
 
     run_unsafe_code: bool = False
-    """Whether tasks may run the programs that the model writes."""
+    """Whether to let tasks run the programs that the model writes."""
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:

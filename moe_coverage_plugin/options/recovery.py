@@ -21,7 +21,7 @@ class RecoveryOptions(Options):
     """Rank of DoRA on every projection of every expert."""
 
     router_rank: int = Field(default=4, ge=1)
-    """Rank of what is added to routers."""
+    """Rank of the low-rank sum on routers."""
 
     expert_lr: float = Field(default=1e-4, ge=0)
     """Peak learning rate of experts, of AdamW."""
@@ -57,16 +57,16 @@ class RecoveryOptions(Options):
     """Steps of the optimizer, instead of epochs."""
 
     batch_size: int = Field(default=8, ge=1)
-    """Windows of text that a rank takes through the model at once."""
+    """Windows of text that each rank processes at once."""
 
     accumulation: int = Field(default=1, ge=1)
-    """Batches of a step, on every rank."""
+    """Batches of a step on each rank, whose gradients are summed."""
 
     sequence_length: int = Field(default=512, ge=2)
     """Tokens of a window."""
 
     held_out: float = Field(default=0.05, gt=0, lt=1)
-    """Fraction of the windows that the loss curve is measured on, if no other text is given for it."""
+    """Fraction of the windows for the held-out loss, if no other text is given for it."""
 
     evaluate_every: int = Field(default=100, ge=1)
     """Steps between two points of the loss curve."""
@@ -78,14 +78,14 @@ class RecoveryOptions(Options):
     """Whether to compute activations a second time in the backward pass instead of keeping them."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Data type of the frozen weights and of the result; the checkpoint's own if not given."""
+    """Data type of the frozen weights and of the result; by default, the checkpoint's."""
 
     nf4: bool = False
     """Whether to keep the frozen weights of a 16-bit checkpoint's experts in the NF4 of bitsandbytes.
 
-    They take a quarter of the memory, and experts compute one after the other. The result has the rounded weights, and
-    what was learnt on top.
+    They take a quarter of the memory, and experts compute one after the other. The result has the rounded weights with
+    the adapters merged into them.
     """
 
     seed: int = Field(default=0, ge=0, lt=2**20)
-    """Seed of the first values of adapters and of the order of the text."""
+    """Seed of the initial values of adapters and of the order of the windows."""

@@ -1,4 +1,4 @@
-"""What is trained: DoRA on every projection of every expert, a low-rank sum on routers. Merged at the end."""
+"""Adapters that are trained and then merged: DoRA on every projection of every expert, a low-rank sum on routers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from moe_coverage_plugin.modeling.moe_layers import (
 from moe_coverage_plugin.modeling.nf4 import dense_weight
 from moe_coverage_plugin.options import RecoveryOptions
 
+# name of the adapter in peft
 NAME = "default"
 
 
 class LowRank(Module):
-    """A parametrization that adds ``scaling * b @ a`` to a router's weight ``[E, H]``; zero at first."""
+    """A parametrization that adds ``scaling * b @ a`` to the weight ``[E, H]`` of a router; ``b`` starts at zero."""
 
     def __init__(self, weight_EH: Tensor, rank: int, scaling: float):
         super().__init__()
@@ -39,6 +40,7 @@ class LowRank(Module):
         self.scaling = scaling
 
     def forward(self, weight_EH: Tensor) -> Tensor:
+        """Return the adapted weight in the dtype of the weight."""
         return (weight_EH.float() + self.scaling * (self.b_ER @ self.a_RH)).to(weight_EH.dtype)
 
 
@@ -47,9 +49,11 @@ class Adapters:
     """The adapters of a model.
 
     Attributes:
-        layers: all of the model.
-        adapted: the layers whose experts have adapters.
-        experts, routers: parameters by name, float32, in one order on every rank.
+        model: the model, whose other parameters are frozen.
+        layers: all MoE layers.
+        adapted: MoE layers whose experts have adapters.
+        experts: float32 parameters of the experts' adapters, by name, in the same order on every rank.
+        routers: float32 parameters of the routers' adapters, by name, in the same order on every rank.
     """
 
     model: PreTrainedModel
@@ -58,16 +62,15 @@ class Adapters:
     experts: dict[str, Parameter] = field(default_factory=dict)
     routers: dict[str, Parameter] = field(default_factory=dict)
     _router_modules: list[Module] = field(default_factory=list)
-    _trainable: list[Parameter] = field(default_factory=list)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """Experts' first, then routers'."""
+        """Parameters of all adapters: experts first, then routers."""
         return self.experts | self.routers
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Write the adapters into the weights, in place, and leave the modules as they were before."""
+        """Merge the adapters into the weights, in place, and restore the modules from before :func:`attach`."""
         for layer in self.adapted:
             for mlp in layer.mlps:
                 for name, adapted in _adapted(mlp).items():
@@ -80,10 +83,10 @@ class Adapters:
 
 
 def require_peft() -> None:
-    """Refuse to begin where peft is missing.
+    """Check that peft is installed.
 
     Raises:
-        CoverageError: as said.
+        CoverageError: it is not.
     """
     try:
         import peft  # noqa: F401
@@ -94,10 +97,12 @@ def require_peft() -> None:
 
 
 def attach(model: PreTrainedModel, options: RecoveryOptions) -> Adapters:
-    """Freeze the model and put adapters on it that change nothing yet. Draws from torch's global generator.
+    """Freeze the model and add adapters, which change no output before they are trained.
+
+    The first values are drawn from torch's global generator.
 
     Raises:
-        CoverageError: there is nothing to train.
+        CoverageError: the model has no router that can be trained, and the options exclude experts.
     """
     model.requires_grad_(False)
     adapters = Adapters(model, find_moe_layers(model))
@@ -106,7 +111,7 @@ def attach(model: PreTrainedModel, options: RecoveryOptions) -> Adapters:
             _adapt_experts(adapters, layer, options)
     for layer in adapters.layers:
         router = router_module(layer)
-        # a table of token ids decides, whatever the router says
+        # in some layers a table of token ids chooses the experts, not the router
         if router is None or chooses_by_token_table(layer):
             continue
         low_rank = LowRank(router.weight, options.router_rank, options.scaling)
@@ -114,12 +119,12 @@ def attach(model: PreTrainedModel, options: RecoveryOptions) -> Adapters:
         adapters._router_modules.append(router)
         adapters.routers |= {f"{layer.name}.router.{name}": each for name, each in low_rank.named_parameters()}
     if not adapters.parameters:
-        raise CoverageError(f"{type(model).__name__} has no router that mode='router' could train: use mode='all'")
+        raise CoverageError(f"{type(model).__name__} has no router that mode='router' can train: use mode='all'")
     return adapters
 
 
 def router_module(layer: MoELayer) -> Any:
-    """The part of a router that holds its weight ``[E, H]``; ``None`` where it has no such weight."""
+    """Return the module inside a router that has the weight ``[E, H]``, or ``None`` if there is none."""
     for module in layer.router.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) == layer.num_experts:
@@ -132,33 +137,36 @@ def _adapt_experts(adapters: Adapters, layer: MoELayer, options: RecoveryOptions
 
     config = LoraConfig(
         r=options.expert_rank,
-        lora_alpha=options.scaling * options.expert_rank,  # pyright: ignore[reportArgumentType] - any number will do
+        lora_alpha=options.scaling * options.expert_rank,  # pyright: ignore[reportArgumentType] - floats work, too
         use_dora=True,
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
-    # where peft looks whether layers of bitsandbytes are among them
+    # peft reads this attribute to find layers of bitsandbytes
     experts: Any = layer.experts
     experts.is_loaded_in_4bit = getattr(adapters.model, "is_loaded_in_4bit", False)
-    # into the experts, not the model, of which peft would take the experts for merged ones by its name
+    # into the container of the experts: in the entire model, peft would expect fused experts for its model type
     inject_adapter_in_model(config, layer.experts, NAME)
     adapters.adapted.append(layer)
     for index, mlp in enumerate(layer.mlps):
         for projection, adapted in _adapted(mlp).items():
             for name, parameter in zip("abm", dora_parameters(adapted), strict=True):
-                # peft makes them in the weight's dtype, in which small steps would be lost
+                # peft creates them in the weight's dtype, where 16 bits would round small steps away
                 parameter.data = parameter.data.float()
                 adapters.experts[f"{layer.name}.{index}.{projection}.{name}"] = parameter
-            weight_BA = dense_weight(adapted.get_base_layer())
-            dora_parameters(adapted)[2].data = weight_BA.detach().float().norm(dim=1)
+            weight_OA = dense_weight(adapted.get_base_layer())
+            dora_parameters(adapted)[2].data = weight_OA.detach().float().norm(dim=1)
 
 
 def _adapted(mlp: ExpertMLP) -> dict[str, Any]:
-    """Projections of an expert, in which peft's layers have taken the place of the linear ones."""
+    """Return the projections of an expert, which are peft's layers after :func:`attach`."""
     return dict(projections(mlp))
 
 
 def dora_parameters(adapted: Any) -> tuple[Parameter, Parameter, Parameter]:
-    """``a [R, in]``, ``b [out, R]`` and ``m [out]``, the lengths of the rows of ``W + scaling * b @ a``."""
+    """Return the parameters of a DoRA adapter: ``a [R, A]``, ``b [O, R]`` and the magnitudes ``m [O]``.
+
+    The adapted weight is ``m * V / ||V||`` by row, with ``V = W + scaling * b @ a`` (arXiv 2402.09353, equation 5).
+    """
     return (
         adapted.lora_A[NAME].weight,
         adapted.lora_B[NAME].weight,
@@ -167,14 +175,14 @@ def dora_parameters(adapted: Any) -> tuple[Parameter, Parameter, Parameter]:
 
 
 def merged_weight(adapted: Any) -> Tensor:
-    """What a projection multiplies by, in float32."""
-    a_RA, b_BR, m_B = dora_parameters(adapted)
-    direction_BA = dense_weight(adapted.get_base_layer()).float() + adapted.scaling[NAME] * (b_BR @ a_RA)
-    return direction_BA * (m_B / row_norms(direction_BA))[:, None]
+    """Return the weight ``[O, A]`` of a projection with its adapter, in float32."""
+    a_RA, b_OR, m_O = dora_parameters(adapted)
+    direction_OA = dense_weight(adapted.get_base_layer()).float() + adapted.scaling[NAME] * (b_OR @ a_RA)
+    return direction_OA * (m_O / row_norms(direction_OA))[:, None]
 
 
 def _merged(adapted: Any) -> Linear:
-    """The linear layer of a projection with its adapter in it, also where it was in 4 bits."""
+    """Return a linear layer with the merged weight; a projection in 4 bits becomes one in 16 bits."""
     linear = adapted.get_base_layer()
     dtype = dense_weight(linear).dtype
     if type(linear) is not Linear:
@@ -186,6 +194,6 @@ def _merged(adapted: Any) -> Linear:
     return linear
 
 
-def row_norms(direction_BA: Tensor) -> Tensor:
-    """Euclidean norms ``[..., B]`` of rows, a tiny number for rows of zeros, whose magnitude is zero too."""
-    return direction_BA.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+def row_norms(direction_OA: Tensor) -> Tensor:
+    """Return the Euclidean norms ``[..., O]`` of rows, but never 0, because magnitudes are divided by them."""
+    return direction_OA.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)

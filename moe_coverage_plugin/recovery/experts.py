@@ -1,8 +1,8 @@
-"""Computes the adapted experts of a layer all at once, whatever their widths.
+"""Lets a layer with adapters compute all its experts together, whatever their widths.
 
-The toolkit's container calls every expert by itself and peft every projection, so that a step would be spent on calls.
-Here experts are padded with zeros to the widest one of their layer, in storage that their weights are views of, and
-each projection is a few grouped products.
+The toolkit's container calls every expert by itself and peft every projection, so that most of a training step would
+be the overhead of these calls. Here the experts of a layer are padded with zeros to the widest one, in storage that
+their weights are views of, and each projection is a few grouped matrix products.
 """
 
 from __future__ import annotations
@@ -12,120 +12,103 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from moe_coverage_plugin.modeling.grouped_experts import replaced_forward
+from moe_coverage_plugin.modeling.grouped_experts import GroupedExperts, computes_as_toolkit, replaced_forward
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, expert_width, projections
-from moe_coverage_plugin.modeling.routing import Routing
 from moe_coverage_plugin.recovery.adapters import NAME, dora_parameters, row_norms
 
-# grouped products want rows of whole 16 bytes
+# grouped products require rows of a multiple of 16 bytes: 8 numbers of 16 bits
 ALIGNMENT = 8
 
 
 @contextmanager
 def grouped_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Let adapted layers compute all their experts at once; those that cannot keep the toolkit's loop.
+    """Let adapted layers compute their experts together; layers that cannot keep the toolkit's loop.
 
-    Adapters must stay where they are; weights are views of padded storage from then on.
+    Weights are views of padded storage from then on, also after the context.
+
+    Args:
+        layers: their adapters must not move to another device inside the context.
     """
     with ExitStack() as stack:
         for layer in layers:
             if can_be_grouped(layer):
-                stack.enter_context(replaced_forward(layer.experts, _Experts(layer).forward))
+                stack.enter_context(replaced_forward(layer.experts, GroupedExperts(layer, AdaptedProjection).forward))
         yield
 
 
 def can_be_grouped(layer: MoELayer) -> bool:
-    """Whether the experts are gated ones in 16 bit without biases that compute as the toolkit's container does."""
-    standard = type(layer.experts).forward is LinearExperts2D.forward
+    """Whether all experts are gated, unquantized and without biases, and compute as the toolkit's container does."""
     gated = all("gate_proj" in projections(mlp) for mlp in layer.mlps if expert_width(mlp))
     linears = expert_linears(layer)
     weight = linears[0].weight
-    # cards multiply groups in bfloat16 only
+    # grouped products run on GPUs in bfloat16 only
     fits = not weight.is_cuda or (weight.dtype == torch.bfloat16 and linears[0].in_features % ALIGNMENT == 0)
-    whole = weight.is_floating_point() and not hasattr(weight, "quant_state")
-    return standard and gated and whole and fits and all(linear.bias is None for linear in linears)
+    unquantized = weight.is_floating_point() and not hasattr(weight, "quant_state")
+    no_biases = all(linear.bias is None for linear in linears)
+    return computes_as_toolkit(layer) and gated and unquantized and fits and no_biases
 
 
-class _Experts:
-    def __init__(self, layer: MoELayer):
-        self.container: Any = layer.experts
-        self.num_experts = layer.num_experts
-        live = [index for index, mlp in enumerate(layer.mlps) if expert_width(mlp)]
-        # None: all, which needs no indexing
-        self.live = live if len(live) < layer.num_experts else None
-        parts = [projections(layer.mlps[index]) for index in live]
-        self.gate_up = [_Projection([part[name] for part in parts], ragged=0) for name in ("gate_proj", "up_proj")]
-        self.down = _Projection([part["down_proj"] for part in parts], ragged=1)
+class AdaptedProjection:
+    """One adapted projection of every kept expert (see :data:`~.grouped_experts.Projection`).
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        routing = Routing.of(top_k_index, top_k_weights, self.num_experts, None)
-        lengths_E = routing.lengths_E if self.live is None else routing.lengths_E[self.live]
-        x_MH = hidden_states[routing.tokens_M]
-        a_MI = self.container._apply_gate(torch.cat([each(x_MH, lengths_E) for each in self.gate_up], dim=-1))
-        z_MH = self.down(a_MI, lengths_E)
-        weighted_MH = (z_MH * routing.routing_weights_M[:, None]).to(hidden_states.dtype)
-        # a sum over slots is the same every time, unlike atomic additions
-        by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
-        return by_slot_MH.unflatten(0, (-1, hidden_states.shape[0])).sum(0)
-
-
-class _Projection:
-    """One adapted projection of every expert, each for its own rows, which follow one another.
-
-    Outputs, or inputs, of narrower experts are zero beyond their width.
+    Outputs, or for ``down_proj`` inputs, of narrower experts are zero beyond their width.
     """
 
-    def __init__(self, adapted: list[Any], ragged: int):
-        """
+    def __init__(self, name: str, adapted: list[Any]):
+        """Move the weights into padded storage.
+
         Args:
-            adapted: peft's layers.
-            ragged: the dimension of the weights that is the expert's width.
+            name: of the projection.
+            adapted: peft's layer of each expert.
         """
-        self.adapted, self.ragged = adapted, ragged
+        self._adapted = adapted
+        # the dimension of the weights that is the expert's width
+        self._ragged = int(name == "down_proj")
         weights = [each.get_base_layer().weight for each in adapted]
-        widths = [weight.shape[ragged] for weight in weights]
-        self.widest = -(-max(widths) // ALIGNMENT) * ALIGNMENT
-        shape = [weights[0].shape[0], weights[0].shape[1]]
-        shape[ragged] = self.widest
-        self.weight_EBA = weights[0].new_zeros(len(weights), *shape)
-        for weight, stored_BA, width in zip(weights, self.weight_EBA, widths, strict=True):
-            stored = stored_BA.narrow(ragged, 0, width)
+        widths = [weight.shape[self._ragged] for weight in weights]
+        self._widest = -(-max(widths) // ALIGNMENT) * ALIGNMENT
+        shape = list(weights[0].shape)
+        shape[self._ragged] = self._widest
+        self._weight_EOA = weights[0].new_zeros(len(weights), *shape)
+        for weight, stored_OA, width in zip(weights, self._weight_EOA, widths, strict=True):
+            stored = stored_OA.narrow(self._ragged, 0, width)
             stored.copy_(weight)
             weight.data = stored
-        rows = [expert * self.widest + torch.arange(width) for expert, width in enumerate(widths)]
-        self.rows_C = torch.cat(rows).to(self.weight_EBA.device)
+        rows = [expert * self._widest + torch.arange(width) for expert, width in enumerate(widths)]
+        # the rows of the padded storage, all experts after one another, that are no padding
+        self._rows_N = torch.cat(rows).to(self._weight_EOA.device)
 
     def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
-        a_ERA, b_EBR, m_EB = self._adapters()
+        """Multiply the rows of each expert by its weight with its DoRA adapter (section 4.3 of arXiv 2402.09353)."""
+        a_ERA, b_EOR, m_EO = self._adapters()
         # not every kernel writes the gradient of an expert without rows
         reached_E = (lengths_E > 0)[:, None, None]
-        a_ERA, b_EBR = (torch.where(reached_E, each, torch.zeros_like(each)) for each in (a_ERA, b_EBR))
-        scaling = self.adapted[0].scaling[NAME]
+        a_ERA, b_EOR = (torch.where(reached_E, each, torch.zeros_like(each)) for each in (a_ERA, b_EOR))
+        scaling = self._adapted[0].scaling[NAME]
         with torch.no_grad():
-            # DoRA (section 4.3) takes the norm for a constant
-            norms_EB = row_norms(torch.baddbmm(self.weight_EBA.float(), b_EBR, a_ERA, alpha=scaling))
-        scale_MB = (m_EB / norms_EB).to(x_MA.dtype).repeat_interleave(lengths_E, dim=0, output_size=len(x_MA))
+            # DoRA treats the norm as a constant
+            norms_EO = row_norms(torch.baddbmm(self._weight_EOA.float(), b_EOR, a_ERA, alpha=scaling))
+        scale_MO = (m_EO / norms_EO).to(x_MA.dtype).repeat_interleave(lengths_E, dim=0, output_size=len(x_MA))
         ends_E = lengths_E.cumsum(0, dtype=torch.int32)
         missing = -a_ERA.shape[1] % ALIGNMENT
-        a_ERA, b_EBR = pad(a_ERA, (0, 0, 0, missing)).to(x_MA.dtype), pad(b_EBR, (0, missing)).to(x_MA.dtype)
-        whole_MB = grouped_mm(x_MA, self.weight_EBA.transpose(1, 2), offs=ends_E)
+        a_ERA, b_EOR = pad(a_ERA, (0, 0, 0, missing)).to(x_MA.dtype), pad(b_EOR, (0, missing)).to(x_MA.dtype)
+        base_MO = grouped_mm(x_MA, self._weight_EOA.transpose(1, 2), offs=ends_E)
         low_MR = grouped_mm(x_MA, a_ERA.transpose(1, 2), offs=ends_E)
-        added_MB = grouped_mm(low_MR, b_EBR.transpose(1, 2), offs=ends_E)
-        return scale_MB * torch.add(whole_MB, added_MB, alpha=scaling)
+        added_MO = grouped_mm(low_MR, b_EOR.transpose(1, 2), offs=ends_E)
+        return scale_MO * torch.add(base_MO, added_MO, alpha=scaling)
 
     def _adapters(self) -> tuple[Tensor, Tensor, Tensor]:
-        a_, b_, m_ = zip(*(dora_parameters(each) for each in self.adapted), strict=True)
-        if self.ragged == 0:
-            return torch.stack(a_), self._padded(b_), self._padded(m_)
-        return self._padded([a_RA.T for a_RA in a_]).transpose(1, 2), torch.stack(b_), torch.stack(m_)
+        a, b, m = zip(*(dora_parameters(each) for each in self._adapted), strict=True)
+        if self._ragged == 0:
+            return torch.stack(a), self._padded(b), self._padded(m)
+        return self._padded([a_RA.T for a_RA in a]).transpose(1, 2), torch.stack(b), torch.stack(m)
 
     def _padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """``[E, widest, ...]`` from one tensor for each expert whose first axis is its width."""
+        """``[E, widest, ...]`` from one tensor per expert whose first axis is its width."""
         joined = torch.cat(list(parts))
-        experts = len(self.adapted)
-        zeros = joined.new_zeros(experts * self.widest, *joined.shape[1:])
-        return zeros.index_copy(0, self.rows_C, joined).unflatten(0, (experts, self.widest))
+        experts = len(self._adapted)
+        zeros = joined.new_zeros(experts * self._widest, *joined.shape[1:])
+        return zeros.index_copy(0, self._rows_N, joined).unflatten(0, (experts, self._widest))

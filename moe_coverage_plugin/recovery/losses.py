@@ -1,4 +1,4 @@
-"""What is minimised: next-token loss, divergence from a teacher, and unequal load of experts."""
+"""Training losses: next-token loss, divergence from a teacher, and load balance of experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class BatchLoss(NamedTuple):
     """Sums over the predicted tokens of a batch.
 
     Attributes:
-        nll, divergence: float64 scalars, nats; the divergence is zero without a teacher.
-        gradient_BSV: of what is minimised, by the logits, in their dtype.
+        nll: next-token loss, a float64 scalar in nats.
+        divergence: divergence from the teacher, a float64 scalar in nats; zero without a teacher.
+        gradient_BSV: gradient of the scaled sum of both with respect to the logits, in their dtype.
     """
 
     nll: Tensor
@@ -34,10 +35,15 @@ class BatchLoss(NamedTuple):
 def batch_loss(
     logits_BSV: Tensor, ids_BS: Tensor, teacher_BSV: Tensor | None, options: RecoveryOptions, scale: float
 ) -> BatchLoss:
-    """Next-token loss and, with a teacher, its share of divergence from it.
+    """Compute the next-token loss, the divergence from the teacher, and the gradient of their weighted sum.
+
+    The sum is ``(1 - distill) * nll + distill * divergence`` with a teacher, and ``nll`` without.
 
     Args:
-        teacher_BSV: logits of the teacher.
+        logits_BSV: logits of the model.
+        ids_BS: token ids.
+        teacher_BSV: logits of the teacher, if there is one.
+        options: has ``distill`` and ``temperature``.
         scale: factor of the gradient.
     """
     targets_BS = next_tokens({"input_ids": ids_BS})
@@ -54,12 +60,15 @@ def batch_loss(
 def _divergence(
     logits_BSV: Tensor, teacher_BSV: Tensor, targets_BS: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """``T^2 KL(teacher || student)`` of logits over ``T``, summed where a token follows, and its gradient."""
+    """Return ``T^2 KL(teacher || student)`` of logits divided by ``T``, and its gradient.
+
+    Summed over the positions that predict a token. Source: arXiv 1503.02531, section 2.
+    """
     student_TV, teacher_TV = logits_BSV.detach().flatten(0, 1), teacher_BSV.flatten(0, 1)
     gradient_TV = torch.zeros_like(student_TV)
     total = torch.zeros((), dtype=torch.float64, device=student_TV.device)
     positions_T = (targets_BS.to(student_TV.device).flatten() != IGNORED).nonzero().flatten()
-    # in pieces: float32 logits of a whole batch would not fit
+    # in chunks, because float32 logits of a batch do not fit into memory
     for chunk in positions_T.split(CHUNK_POSITIONS):
         student = torch.log_softmax(student_TV[chunk].float() / temperature, -1)
         teacher = torch.log_softmax(teacher_TV[chunk].float() / temperature, -1)
@@ -69,10 +78,10 @@ def _divergence(
 
 
 class LoadBalance:
-    """The auxiliary loss of Switch Transformers over the experts that are left: ``E sum_e f_e P_e``, mean over layers.
+    """Auxiliary loss of Switch Transformers over the kept experts: ``E sum_e f_e P_e``, mean over layers.
 
-    ``f_e`` is the share of tokens that chose expert ``e``, ``P_e`` its mean probability among those that are left. At
-    least the top-k; equal to it for even load.
+    ``f_e`` is the fraction of tokens that are routed to expert ``e``, ``P_e`` the mean routing probability of ``e``
+    among the kept experts (arXiv 2101.03961, equation 4, with top-k routing). Even load gives ``k``.
     """
 
     def __init__(self, layers: Sequence[MoELayer]):
@@ -81,7 +90,7 @@ class LoadBalance:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """While the context lasts every forward pass with gradients leaves its terms."""
+        """Record the terms of every forward pass with gradients inside the context."""
         with ExitStack() as stack:
             for layer in self.layers:
                 handle = layer.experts.register_forward_pre_hook(partial(self._observe, layer))
@@ -95,18 +104,18 @@ class LoadBalance:
         router = router_module(layer)
         bias = getattr(router, "bias", None)
         logits_TE = linear(hidden_TH.float(), router.weight.float(), None if bias is None else bias.float())
-        live_E = torch.tensor([width > 0 for width in layer.widths], device=logits_TE.device)
-        chance_E = logits_TE.masked_fill(~live_E, float("-inf")).softmax(-1).mean(0)
-        chosen_E = torch.zeros_like(chance_E).index_add(
-            0, ids_TK.flatten(), chance_E.new_full((ids_TK.numel(),), 1 / len(ids_TK))
+        kept_E = torch.tensor([width > 0 for width in layer.widths], device=logits_TE.device)
+        probability_E = logits_TE.masked_fill(~kept_E, float("-inf")).softmax(-1).mean(0)
+        fraction_E = torch.zeros_like(probability_E).index_add(
+            0, ids_TK.flatten(), probability_E.new_full((ids_TK.numel(),), 1 / len(ids_TK))
         )
-        # a backward pass that computes activations anew must come by here again, but its term is not needed
-        self._terms.setdefault(layer.name, live_E.sum() * (chosen_E.detach() * chance_E).sum())
+        # activation checkpointing runs this a second time in the backward pass; that term is not needed
+        self._terms.setdefault(layer.name, kept_E.sum() * (fraction_E.detach() * probability_E).sum())
 
     def loss(self) -> Tensor:
-        """The loss of the last forward pass; its terms are kept until :meth:`forget`."""
+        """Return the loss of the last forward pass, a float32 scalar; :meth:`clear` must follow the backward pass."""
         return torch.stack(list(self._terms.values())).mean()
 
-    def forget(self) -> None:
-        """After the backward pass."""
+    def clear(self) -> None:
+        """Remove the terms, after the backward pass."""
         self._terms.clear()

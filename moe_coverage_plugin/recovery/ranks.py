@@ -1,4 +1,8 @@
-"""Data-parallel ranks, as ``torchrun`` and ``accelerate launch`` start them: each trains on its part of every step."""
+"""Data-parallel ranks, started by ``torchrun`` or ``accelerate launch``; each trains on its part of every step.
+
+``accelerate.PartialState`` does not replace this: by default, it takes each rank of ``torchrun`` on a CPU for the
+only one, and it still reports the ranks after their process group is destroyed.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,12 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of them.
+    """This process among all ranks.
 
     Attributes:
-        device: where it computes.
+        rank: index of this process.
+        count: number of ranks.
+        device: device that this process computes on.
     """
 
     rank: int
@@ -27,36 +33,36 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether it is the one that writes."""
+        """Whether this is rank 0, which writes files."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Give every rank the sum of all ranks' gradients; a parameter that no token reached has zeros."""
+        """Sum the gradients over all ranks, in place; a parameter without gradient gets zeros."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.count > 1:
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            # one message: adapters are small and many
+            # one message, because there are many small adapters
             flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
             for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(summed.view_as(grad))
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks call this."""
         if self.count > 1:
             dist.barrier()
 
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the process group that the launcher's environment describes, or the one that there is."""
+    """Join the process group of the launcher's environment, and leave it at the end; or use the one that exists."""
     own = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The work folder: all that an interrupted run needs to go on to the bit."""
+"""The work folder: state from which an interrupted run continues, on a CPU with the same bits."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """Where a run keeps its state and, to be looked at meanwhile, its loss curve.
+    """Folder with the state of a run and, for the user to look at, its loss curve.
 
     Attributes:
-        identity: everything that decides the run's bits; a state of another one is refused.
+        path: the folder.
+        identity: JSON-ready inputs that the bits of the result depend on; only a run with the same inputs can resume.
     """
 
     path: Path
     identity: dict[str, Any]
 
     def check(self) -> None:
-        """Refuse the state of another run, before anything is computed.
+        """Check that the folder is empty, absent, or has the state of the same run.
 
         Raises:
-            CoverageError: naming what differs; or the folder holds something else.
+            CoverageError: the state is of another run (the message names what differs), or the folder has other files.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise CoverageError(f"work folder {self.path} is no directory: name another one")
+            raise CoverageError(f"work folder {self.path} is not a directory: give another one")
         if not (self.path / STATE_NAME).exists():
             if self.path.exists() and any(self.path.iterdir()):
-                raise CoverageError(f"work folder {self.path} holds other files and no {STATE_NAME}: name another one")
+                raise CoverageError(f"work folder {self.path} has other files but no {STATE_NAME}: give another one")
             return
         found = self._metadata()["identity"]
         differing = sorted(key for key in found.keys() | self.identity if found.get(key) != self.identity.get(key))
         if differing:
-            told = ", ".join(f"{key} {found.get(key)!r}, now {self.identity.get(key)!r}" for key in differing[:3])
+            changes = ", ".join(f"{key} {found.get(key)!r}, now {self.identity.get(key)!r}" for key in differing[:3])
             raise CoverageError(
-                f"work folder {self.path} holds an interrupted run that differs ({told}): run it with the same text "
-                "and options, or delete the folder to begin anew"
+                f"work folder {self.path} has the state of another run ({changes}): give the same text and options to "
+                "resume it, or delete the folder to start again"
             )
 
     def save(self, step: int, parameters: dict[str, Parameter], optimizer: Optimizer, points: list[Point]) -> None:
-        """Write the state after ``step`` steps, atomically."""
+        """Write the state after ``step`` steps; the file is replaced at once."""
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             moments = optimizer.state[parameter]
@@ -66,10 +67,13 @@ class WorkFolder:
 
     @torch.no_grad()
     def resume(self, parameters: dict[str, Parameter], optimizer: Optimizer) -> tuple[int, list[Point]]:
-        """Put the kept state in place; the steps that were done and the curve so far, 0 and none without a state.
+        """Load the state into parameters and optimizer, if there is one.
+
+        Returns:
+            Completed steps and the loss curve so far; 0 and an empty list without a state.
 
         Raises:
-            CoverageError: a damaged file.
+            CoverageError: the file is damaged.
         """
         if not (self.path / STATE_NAME).exists():
             return 0, []
@@ -79,7 +83,7 @@ class WorkFolder:
                 for name, parameter in parameters.items():
                     parameter.copy_(file.get_tensor(name))
                     optimizer.state[parameter] = {
-                        # torch keeps the count of steps on the CPU
+                        # AdamW has its count of steps on the CPU
                         key: file.get_tensor(f"{name}:{key}").to("cpu" if key == "step" else parameter.device)
                         for key in MOMENTS
                     }
@@ -88,7 +92,7 @@ class WorkFolder:
         return metadata["step"], metadata["points"]
 
     def remove(self) -> None:
-        """When the result is in place."""
+        """Delete the folder, after the result is written."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _metadata(self) -> dict[str, Any]:
@@ -104,5 +108,5 @@ class WorkFolder:
 
     def _damaged(self, error: Exception) -> CoverageError:
         return CoverageError(
-            f"{self.path / STATE_NAME} cannot be read ({error}): delete the work folder to begin anew"
+            f"{self.path / STATE_NAME} cannot be read ({error}): delete the work folder to start again"
         )

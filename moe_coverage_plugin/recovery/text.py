@@ -1,9 +1,9 @@
-"""Reads text to train on: windows of token ids, packed without padding."""
+"""Reads text from files and data sets, and packs it into windows of token ids without padding."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moe_coverage_plugin.manifest import CoverageError
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
+# loaders of `datasets` by suffix; any other file is text, one document
+LOADERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 IDS = "input_ids"
+# columns of chats: lists of messages with roles
+CHATS = ("messages", "conversations")
 
 Text = Sequence[str | Path] | Dataset
 
@@ -29,7 +32,7 @@ class Windows:
 
     Attributes:
         ids_WS: ``[W, S]`` int64.
-        source: names of the files, for people.
+        source: names of the files, for messages and cards.
     """
 
     ids_WS: Tensor
@@ -37,35 +40,37 @@ class Windows:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the token ids and of the shape that they have."""
+        """Hash of the token ids and their shape."""
         header = repr(tuple(self.ids_WS.shape)).encode()
         return hashlib.sha256(header + self.ids_WS.contiguous().numpy().tobytes()).hexdigest()
 
 
 def check_files(text: Text) -> None:
-    """Refuse files that are not there, before anything is read.
+    """Check that all files exist, before anything is read.
 
     Raises:
-        CoverageError: no file is named, or one is none.
+        CoverageError: no file is given, or one does not exist.
     """
     if isinstance(text, Dataset):
         return
     if not text:
-        raise CoverageError("there are 0 files of text, fine-tuning needs 1: name a text file or one of JSON lines")
+        raise CoverageError("there are 0 files of text, but at least 1 is needed: give text or JSON lines")
     for path in map(Path, text):
         if not path.is_file():
-            raise CoverageError(f"{path} is no file: give text, or JSON lines that hold it")
+            raise CoverageError(f"{path} is not a file: give text, JSON lines, Parquet or CSV")
 
 
 def pack(text: Text, tokenizer: PreTrainedTokenizerBase | None, field: str, length: int) -> Windows:
-    """All documents one after another, cut into windows; the last tokens that fill none are left out.
+    """Concatenate all documents and cut them into windows; tokens after the last full window are left out.
 
-    Attention reaches over the end of a document, as it does where models are trained from scratch.
+    Attention crosses the ends of documents, as in pretraining.
 
     Args:
-        text: files, each one document or JSON lines, or a data set of text or of ``input_ids``.
+        text: files (a text file is one document; JSON lines, Parquet and CSV have one in each row), or a data set of
+            text or of ``input_ids``.
         tokenizer: not needed for token ids.
-        field: what holds the text in JSON lines and data sets.
+        field: the column of the text.
+        length: tokens of a window.
 
     Raises:
         CoverageError: no such field, a file that cannot be read, or less than one window.
@@ -74,29 +79,29 @@ def pack(text: Text, tokenizer: PreTrainedTokenizerBase | None, field: str, leng
     if isinstance(text, Dataset) and IDS in text.column_names:
         parts: Iterable[list[int]] = (row[IDS] for row in _rows(text))
     elif tokenizer is None:
-        raise CoverageError("the checkpoint has no tokenizer: name a directory that has with tokenizer=...")
+        raise CoverageError("the checkpoint has no tokenizer: give a directory with one by tokenizer=...")
     else:
         parts = (_tokens(document, tokenizer) for document in _documents(text, field) if document)
     ids = [torch.tensor(part, dtype=torch.int64) for part in parts if len(part)]
     tokens = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
     count = len(tokens) // length
     if count == 0:
-        raise CoverageError(f"{source} holds {len(tokens)} tokens and a window has {length}: give more text")
+        raise CoverageError(f"{source} has {len(tokens)} tokens, fewer than one window of {length}: give more text")
     return Windows(tokens[: count * length].reshape(count, length).clone(), source)
 
 
 def split(windows: Windows, held_out: float) -> tuple[Windows, Windows]:
-    """What to train on, and the last windows, at least one, to measure on.
+    """Windows to train on, and the last windows, at least one, for the held-out loss.
 
     Raises:
-        CoverageError: there is one window only.
+        CoverageError: no window is left to train on.
     """
     count = len(windows.ids_WS)
     last = max(1, round(held_out * count))
     if last >= count:
         raise CoverageError(
-            f"{windows.source} holds {count} windows of {windows.ids_WS.shape[1]} tokens, of which {last} are held "
-            "out and none is left to train on: give more text, or another one to evaluate on"
+            f"{windows.source} has {count} windows of {windows.ids_WS.shape[1]} tokens, of which {last} are held out: "
+            "give more text, or other text to evaluate on"
         )
     return (
         Windows(windows.ids_WS[:-last], windows.source),
@@ -119,28 +124,42 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
 def _documents(text: Text, field: str) -> Iterator[str]:
     if isinstance(text, Dataset):
         if field not in text.column_names:
-            raise CoverageError(
-                f"the data set has no column {field!r}, only {', '.join(text.column_names)}: name the one "
-                "with the text"
-            )
+            raise CoverageError(_no_text("the data set", field, text.column_names))
         yield from (str(row[field]) for row in _rows(text))
         return
     for path in map(Path, text):
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CoverageError(f"{path} cannot be read as text ({error}): give UTF-8") from error
-        yield from _json_lines(path, content, field) if path.suffix in JSON_LINES else [content]
+        yield from _file_documents(path, field)
 
 
-def _json_lines(path: Path, content: str, field: str) -> Iterator[str]:
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise CoverageError(f"{path} line {number} is no JSON ({error}): give one object a line") from error
-        if not isinstance(value, dict) or not isinstance(value.get(field), str):
-            raise CoverageError(f"{path} line {number} has no text in {field!r}: name the field that holds it")
-        yield value[field]
+def _file_documents(path: Path, field: str) -> Iterator[str]:
+    loader = LOADERS.get(path.suffix, "text")
+    options: dict[str, Any] = {"sample_by": "document"} if loader == "text" else {}
+    column = "text" if loader == "text" else field
+    row = 0
+    try:
+        # streamed, so that no copy of the text is written into the cache of `datasets`
+        files = glob.escape(str(path))
+        rows = load_dataset(loader, data_files=files, split="train", streaming=True, **options)
+        for row, values in enumerate(rows, 1):
+            if not isinstance(values.get(column), str):
+                raise CoverageError(_no_text(f"{path} row {row}", column, values))
+            yield values[column]
+    except CoverageError:
+        raise
+    except Exception as error:  # the loaders raise whatever their parsers raise
+        reason = " ".join(str(error).split()).replace(". ", ", ")
+        raise CoverageError(
+            f"{path} cannot be read as {loader} after row {row} ({type(error).__name__}: {reason}): give UTF-8 text, "
+            "one JSON object per line, Parquet or CSV"
+        ) from error
+
+
+def _no_text(where: str, column: str, columns: Iterable[str]) -> str:
+    columns = list(columns)
+    if column in columns:
+        return f"{where} has a value in {column!r} that is not text: correct it, or name another column"
+    if chats := [name for name in CHATS if name in columns]:
+        remedy = f"make text of {chats[0]!r} by tokenizer.apply_chat_template(..., tokenize=False), or name a column"
+    else:
+        remedy = "name the column of the text"
+    return f"{where} has no text in {column!r}, only {', '.join(columns)}: {remedy}"

@@ -1,4 +1,4 @@
-"""The loop: batches of every step, losses, the optimizer, and the loss curve."""
+"""The training loop: batches, losses, optimizer and loss curve."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from moe_coverage_plugin.recovery.state import WorkFolder
 
 @dataclass
 class Order:
-    """Which windows every step takes: all of them in a new order each time they are gone through.
+    """Order of the windows: a new permutation in each epoch.
 
-    A function of the step's number, so that a resumed run needs nothing else.
+    It depends only on the seed and the position, so a resumed run needs no state for it.
     """
 
     windows: int
@@ -37,7 +37,7 @@ class Order:
     _of_epoch: tuple[int, list[int]] = field(default=(-1, []))
 
     def at(self, begin: int, end: int) -> list[int]:
-        """Windows number ``begin`` to ``end`` of the endless sequence."""
+        """Return the indices of windows ``begin`` to ``end`` in the sequence of all epochs."""
         return [self._epoch(position // self.windows)[position % self.windows] for position in range(begin, end)]
 
     def _epoch(self, epoch: int) -> list[int]:
@@ -49,7 +49,18 @@ class Order:
 
 @dataclass
 class Training:
-    """One fine-tuning of adapters that are in place."""
+    """Training of attached adapters.
+
+    Attributes:
+        model: the model with adapters, on the device of the rank.
+        adapters: the adapters in it.
+        teacher: the unpruned model, if its logits are learned.
+        train_WS: token ids to train on.
+        held_out_WS: token ids for the held-out loss.
+        options: how to train.
+        ranks: this process among all ranks.
+        work: folder of the state to resume from.
+    """
 
     model: PreTrainedModel
     adapters: Adapters
@@ -62,33 +73,34 @@ class Training:
 
     @cached_property
     def windows_per_step(self) -> int:
-        """Of all ranks together."""
+        """Windows in one step, over all ranks."""
         return self.options.batch_size * self.options.accumulation * self.ranks.count
 
     @cached_property
     def steps(self) -> int:
-        """As many as asked for, or as the epochs have."""
+        """Steps of the optimizer: the given number, or that of the epochs."""
         if self.options.steps is not None:
             return self.options.steps
         return max(1, round(self.options.epochs * len(self.train_WS) / self.windows_per_step))
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rates at a step, counted from 0: up over the warm-up, then down to zero."""
+        """Return the factor of the learning rates at a step, counted from 0: rising in the warm-up, then falling."""
+        # transformers' linear schedule has a rate of 0 in the first step, and a state that resuming would have to keep
         warmup = round(self.options.warmup * self.steps)
         return (step + 1) / warmup if step < warmup else (self.steps - step) / max(1, self.steps - warmup)
 
     def run(self, before: float) -> list[Point]:
-        """Train to the end, from the kept state where there is one.
+        """Train to the last step, from the saved state if there is one.
 
         Args:
             before: held-out loss without adapters.
 
         Returns:
-            the loss curve. A point has ``step`` and either ``held_out``, or ``train``, ``divergence`` (with a
-            teacher), ``balance``, ``rate``, the gradient's norm ``gradient`` and ``seconds`` for all of the step.
+            The loss curve. A point has ``step`` and either ``held_out``, or ``train``, ``rate``, ``gradient`` (norm
+            before clipping), ``seconds``, ``divergence`` with a teacher, and ``balance`` if that loss has a weight.
 
         Raises:
-            CoverageError: a loss that is no number.
+            CoverageError: a loss is not finite, or the state is damaged.
         """
         options, parameters = self.options, self.adapters.parameters
         optimizer = self._optimizer()
@@ -100,7 +112,7 @@ class Training:
         with balance.observed() if options.balance else nullcontext(), progress:
             while step < self.steps:
                 begin = time.perf_counter()
-                # draws of dropout depend on the step alone
+                # dropout depends on the step and the rank only, so a resumed run draws the same
                 torch.manual_seed((options.seed << 40) + (step << 12) + self.ranks.rank)
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak"] * self.rate(step)
@@ -114,7 +126,7 @@ class Training:
                 step += 1
                 progress.set_postfix(loss=f"{sums['train']:.4f}")
                 progress.update()
-                # the last point is that of the merged model
+                # the point of the last step is measured on the merged model
                 if step % options.evaluate_every == 0 and step < self.steps:
                     points.append({"step": step, "held_out": self.evaluate()})
                 if self.ranks.first and step % options.save_every == 0:
@@ -134,7 +146,7 @@ class Training:
         return AdamW(groups, weight_decay=0.0)
 
     def _accumulate(self, order: Order, step: int, balance: LoadBalance) -> dict[str, float]:
-        """Forward and backward of this rank's batches; mean losses of the step over all ranks."""
+        """Accumulate gradients of this rank's batches; return mean losses of the step over all ranks."""
         options = self.options
         batches = options.accumulation * self.ranks.count
         tokens = self.windows_per_step * (options.sequence_length - 1)
@@ -142,45 +154,46 @@ class Training:
         self.model.train()
         for ids_BS in self._batches(order, step):
             logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
-            loss = batch_loss(logits_BSV, ids_BS, self._teach(ids_BS), options, 1 / tokens)
+            loss = batch_loss(logits_BSV, ids_BS, self._teacher_logits(ids_BS), options, 1 / tokens)
             check_loss(loss.nll)
             outputs, gradients = [logits_BSV], [loss.gradient_BSV]
-            uneven = torch.zeros((), device=self.ranks.device)
+            balance_loss = torch.zeros((), device=self.ranks.device)
             if options.balance:
-                uneven = balance.loss()
-                outputs.append(uneven)
-                gradients.append(torch.full_like(uneven, options.balance / batches))
+                balance_loss = balance.loss()
+                outputs.append(balance_loss)
+                gradients.append(torch.full_like(balance_loss, options.balance / batches))
             torch.autograd.backward(outputs, gradients)
-            balance.forget()
-            sums += torch.stack([loss.nll / tokens, loss.divergence / tokens, uneven.detach().double() / batches])
+            balance.clear()
+            parts = (loss.nll / tokens, loss.divergence / tokens, balance_loss.detach().double() / batches)
+            sums += torch.stack(parts)
         self.model.eval()
-        nll, divergence, uneven = self.ranks.sum(sums).tolist()
-        told = {"train": nll}
+        nll, divergence, unevenness = self.ranks.sum(sums).tolist()
+        means = {"train": nll}
         if self.teacher is not None:
-            told["divergence"] = divergence
+            means["divergence"] = divergence
         if options.balance:
-            told["balance"] = uneven
-        return told
+            means["balance"] = unevenness
+        return means
 
     def _batches(self, order: Order, step: int) -> Iterator[Tensor]:
-        """This rank's batches of a step: of those of all ranks, every ``count``-th."""
+        """Yield this rank's batches of a step: every ``count``-th batch of the step."""
         size, begin = self.options.batch_size, step * self.windows_per_step
         for index in range(self.ranks.rank, self.options.accumulation * self.ranks.count, self.ranks.count):
             chosen = order.at(begin + index * size, begin + (index + 1) * size)
             yield self.train_WS[chosen].to(self.ranks.device)
 
     @torch.no_grad()
-    def _teach(self, ids_BS: Tensor) -> Tensor | None:
+    def _teacher_logits(self, ids_BS: Tensor) -> Tensor | None:
         return None if self.teacher is None else self.teacher(input_ids=ids_BS, use_cache=False).logits
 
     def evaluate(self) -> float:
-        """Mean next-token loss on the held-out text, in nats."""
+        """Return the mean next-token loss on the held-out text, in nats."""
         return held_out_loss(self.model, self.held_out_WS, self.options.batch_size, self.ranks)
 
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids_WS: Tensor, batch_size: int, ranks: Ranks) -> float:
-    """Mean next-token loss of windows, dealt to all ranks, in nats."""
+    """Return the mean next-token loss of windows ``[W, S]``, in nats; every rank computes a part of the batches."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for ids_BS in ids_WS.split(batch_size)[ranks.rank :: ranks.count]:

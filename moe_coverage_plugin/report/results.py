@@ -87,10 +87,23 @@ def read_results(path: str | Path) -> list[ResultRow]:
         CoverageError: the file cannot be read, or a line is damaged; the message names the line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise CoverageError(f"results {path} cannot be read ({error.strerror}): name a file of JSON lines") from error
+    if _is_evaluation(content):
+        raise CoverageError(
+            f"{path} was written by moe-coverage eval: give JSON lines, each with {', '.join(_NEEDED)} of a checkpoint"
+        )
+    lines = content.split(b"\n")
     return [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _is_evaluation(content: bytes) -> bool:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "tasks" in found
 
 
 def _parse(line: bytes, where: str) -> ResultRow:

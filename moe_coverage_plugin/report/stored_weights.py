@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from moe_coverage_plugin.expert_scheme import describe_numbers, quantized_groups
 from moe_coverage_plugin.files.weights import open_weights, weight_files
 from moe_coverage_plugin.manifest import REPORT_NAME, read_json
 
@@ -22,7 +21,7 @@ class StoredWeights:
         size: all weight files of the checkpoint.
         size_before: all weights before pruning.
         bits: of a weight of an expert, e.g. ``4 bits``.
-        storage: how the experts are stored, e.g. ``int, groups of 64``.
+        storage: how the experts are stored, e.g. ``int4, symmetric, groups of 64``.
     """
 
     size: int
@@ -54,24 +53,10 @@ def _experts(directory: Path, files: list[Path]) -> tuple[str, str]:
             for name in filter(_EXPERT_WEIGHT.search, shard.keys()):
                 # config.json may still describe the quantization of a model that was decompressed since
                 if name.endswith("weight_scale"):
-                    schemes = list(_schemes(read_json(directory / "config.json")))
-                    bits = dict.fromkeys(f"{scheme.get('num_bits')} bits" for scheme in schemes)
-                    return " and ".join(bits), "; ".join(dict.fromkeys(map(_storage, schemes)))
+                    groups = quantized_groups(read_json(directory / "config.json").get("quantization_config"))
+                    weights = [group["weights"] for group in groups]
+                    bits = dict.fromkeys(f"{args.get('num_bits')} bits" for args in weights)
+                    return " and ".join(bits), "; ".join(dict.fromkeys(map(describe_numbers, weights)))
                 dtypes.add(shard.get_slice(name).get_dtype())
     bits = dict.fromkeys(f"{found[0]} bits" for dtype in sorted(dtypes) if (found := re.search(r"\d+", dtype)))
     return " and ".join(bits), f"{' and '.join(sorted(dtypes))}, not quantized" if dtypes else ""
-
-
-def _schemes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    quantization = config.get("quantization_config")
-    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
-            yield group["weights"]
-
-
-def _storage(scheme: Mapping[str, Any]) -> str:
-    strategy, group_size = scheme.get("strategy"), scheme.get("group_size")
-    return f"{scheme.get('type')}, " + (
-        f"groups of {group_size}" if strategy == "group" else f"one scale per {strategy}"
-    )

@@ -10,7 +10,7 @@ from compressed_tensors.offload.module import offload_module, remove_module_offl
 from llmcompressor import oneshot
 
 from moe_coverage_plugin import AttributionModifier
-from moe_coverage_plugin.modeling.grouped_experts import _Experts
+from moe_coverage_plugin.modeling.grouped_experts import LinearProjection
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import FIELDS, open_stock, save_float64
 from tests.tiny import token_batches
@@ -43,7 +43,8 @@ def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
 def test_offloaded_weights_are_not_held_between_calls(tmp_path: Path):
     """Case 19: a reference to the copy that a device is handed would keep the whole model there."""
     source = save_float64(tmp_path / "model", "qwen2_moe")
-    held = [_Experts(find_moe_layers(open_stock(source, linear=True))[0]).projections["up_proj"]._held]
-    held.append(_Experts(find_moe_layers(on_disk(source, tmp_path / "disk"))[0]).projections["up_proj"]._held)
-    assert held[0] is not None
-    assert held[1] is None
+    models = (open_stock(source, linear=True), on_disk(source, tmp_path / "disk"))
+    up_projs = [[mlp.up_proj for mlp in find_moe_layers(model)[0].mlps] for model in models]
+    resident, offloaded = (LinearProjection("up_proj", linears)._held for linears in up_projs)
+    assert resident is not None
+    assert offloaded is None

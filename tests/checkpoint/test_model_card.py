@@ -95,9 +95,10 @@ def test_figures_equal_those_of_the_files(checkpoint: Path) -> None:
     assert found["size"] == f"{stored / 2**20:,.2f} MiB; {before / 2**20:,.2f} MiB before"
     assert found["layout"] == manifest.layout
     bits = stored_bits(checkpoint)
-    weights = {4: "4 bits, int, groups of 32; the rest float32", 8: "8 bits, float, by channel; the rest float32"}
-    assert found["weights"] == weights.get(bits, "float32, not quantized")
-    assert found["activations"] == ("8 bits, float, by token; the rest float32" if bits == 8 else "not quantized")
+    weights = {4: "int4, symmetric, groups of 32", 8: "float8, symmetric, one scale per channel"}
+    assert found["weights"] == (f"{weights[bits]}; the rest float32" if bits < 16 else "float32, not quantized")
+    activations = "float8, symmetric, one scale per token; the rest float32"
+    assert found["activations"] == (activations if bits == 8 else "not quantized")
     assert f"`base` with {removed} of the channels inside its experts removed" in text
     assert ("and the rest quantized" in text) == (bits < 16)
 

@@ -1,4 +1,4 @@
-"""Real checkpoints, made once, and the script run inside this process."""
+"""Checkpoints, made once, and the command, run inside this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from moe_coverage_plugin.cli import main
 from tests.modifiers import harness
 
-# tests that draw examples share a copy of a checkpoint, which every example restores
+# property tests share a copy of a checkpoint, which every example restores
 settings.register_profile(
     "cli", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -23,7 +23,7 @@ settings.load_profile("cli")
 
 
 class Done(NamedTuple):
-    """How a run of the script ended."""
+    """Status and output of a run."""
 
     status: int
     out: str
@@ -44,7 +44,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 @pytest.fixture
 def refusal(script: Callable[..., Done]) -> Callable[..., str]:
-    """Runs it and returns the one line with which it refuses."""
+    """Runs the command, which must end with status 2, and returns the one line of the error."""
 
     def run(*arguments: object) -> str:
         done = script(*arguments)
@@ -72,7 +72,7 @@ def pruned(source: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def uniform(source: Path) -> Path:
-    """One width for all, 128, and 4 bits in groups of 64."""
+    """All experts of width 128, in 4 bits in groups of 64."""
     target = source.with_name("uniform")
     recipe = [*harness.pruning(0.5, layout="uniform"), QuantizationModifier(**harness.W4_GROUP_64)]
     harness.compress(source, recipe, output_dir=str(target))
@@ -90,7 +90,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def float8(source: Path) -> Path:
-    """Ragged, of any width, a quarter of the channels removed, weights and activations in 8-bit floats."""
+    """Ragged, with exact widths, a quarter of the channels removed, weights and activations in 8-bit floats."""
     target = source.with_name("float8")
     quantizer = QuantizationModifier(targets=["Linear"], scheme="FP8_DYNAMIC", ignore=["lm_head"])
     harness.compress(source, [*harness.pruning(block_size=None), quantizer], output_dir=str(target))

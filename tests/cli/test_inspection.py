@@ -1,4 +1,4 @@
-"""What inspect says of real checkpoints is what is in them; what is wrong with others, it says in words."""
+"""``moe-coverage inspect`` prints what is in a checkpoint, and stops at damaged ones with an error in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inspected(script: Any, tmp_path: Path, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["pruned", "uniform", "shared", "float8"])
-def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> None:
+def test_the_summary_matches_the_files(script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(name)
     summary = inspected(script, tmp_path, directory)
     manifest = Manifest.from_checkpoint(directory)
@@ -55,7 +55,7 @@ def test_tells_what_is_in_the_files(script: Any, tmp_path: Path, name: str, requ
     assert summary["remarks"] == []
 
 
-def test_prints_what_matters(script: Any, pruned: Path, source: Path) -> None:
+def test_prints_the_main_figures(script: Any, pruned: Path, source: Path) -> None:
     done = script("inspect", pruned)
     lines = {line.split("  ")[0].strip(): line for line in done.out.splitlines()}
     assert "ragged, widths in blocks of 64, 256 channels before pruning" in lines["layout"]
@@ -63,7 +63,7 @@ def test_prints_what_matters(script: Any, pruned: Path, source: Path) -> None:
     assert "3,072 of 4,096 kept (75.0 %)" in lines["channels"]
     assert str(source) in lines["model"]
     assert lines["tensor parallel in vLLM: 1, 2, 4"]
-    # every width with the experts that have it
+    # every width with its number of experts
     manifest = Manifest.from_checkpoint(pruned)
     assert manifest is not None
     widths = [width for layer in manifest.widths.values() for width in layer]
@@ -85,7 +85,7 @@ def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path
     """Case 5: the layer that blocks a degree of tensor parallelism is named."""
     summary = inspected(script, tmp_path, shared)
     assert summary["layout"] == "ragged"
-    # groups of ragged experts are dealt to ranks, the 6 of the shared expert and the 2 of o_proj are not
+    # ragged experts are split in units of groups; the 6 groups of the shared expert and the 2 of o_proj are not
     assert summary["tensor_parallel"]["legal"] == [1, 2]
     assert summary["tensor_parallel"]["blocked"]["4"] == [
         "32 channels of the attention output on each rank are not a multiple of the group size 64",
@@ -93,13 +93,13 @@ def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path
     ]
 
 
-def test_float8_has_no_groups_that_ranks_could_cut(script: Any, tmp_path: Path, float8: Path) -> None:
-    """A scale belongs to a row, so experts are dealt out channel by channel, and other layers anywhere."""
+def test_float8_has_no_groups_that_ranks_must_keep(script: Any, tmp_path: Path, float8: Path) -> None:
+    """A scale belongs to a row, so experts are split in units of channels, and other layers anywhere."""
     summary = inspected(script, tmp_path, float8)
     (stored,) = summary["quantization"]
     assert (stored["type"], stored["num_bits"], stored["group_size"]) == ("float", 8, None)
     assert (stored["input_activations"]["strategy"], stored["input_activations"]["dynamic"]) == ("token", True)
-    # what is left of the experts takes a byte a weight, and four a row for its scale
+    # experts have one byte per weight and four per row for its scale
     widths = [width for layer in summary["layers"] for width in layer["widths"]]
     assert summary["bytes"]["experts"] == sum(3 * 128 * width + 4 * (2 * width + 128) for width in widths)
     parallel = summary["tensor_parallel"]
@@ -112,7 +112,7 @@ def test_float8_has_no_groups_that_ranks_could_cut(script: Any, tmp_path: Path, 
     assert lines["weights"].endswith(f"float8, symmetric, one scale per channel {activations}")
 
 
-def test_many_widths_are_counted_in_ranges(script: Any, source: Path, tmp_path: Path) -> None:
+def test_many_widths_are_counted_by_range(script: Any, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "exact"
     harness.compress(source, harness.pruning(block_size=None), output_dir=str(target))
     widths = [w for layer in inspected(script, tmp_path, target)["layers"] for w in layer["widths"]]
@@ -125,7 +125,7 @@ def test_many_widths_are_counted_in_ranges(script: Any, source: Path, tmp_path: 
     assert sum(int(count) for _, count, _ in rows) == len(widths)
 
 
-def test_draws_it_with_the_scores_beside_it(script: Any, copy: Path, tmp_path: Path) -> None:
+def test_draws_with_and_without_scores(script: Any, copy: Path, tmp_path: Path) -> None:
     assert (copy / SCORES_NAME).is_file()
     for with_scores in (True, False):
         folder = tmp_path / f"pictures_{with_scores}"
@@ -140,12 +140,12 @@ def test_scores_of_another_model_are_not_drawn(refusal: Any, copy: Path, tmp_pat
     scores.names.reverse()
     scores.names[0] = "model.layers.9.mlp.experts"
     save_scores(copy / SCORES_NAME, scores, provenance)
-    assert "scores other experts" in refusal("inspect", copy, "--pictures", tmp_path / "pictures")
+    assert "has scores of other experts" in refusal("inspect", copy, "--pictures", tmp_path / "pictures")
     (copy / SCORES_NAME).write_bytes(b"damaged")
     assert "cannot be read" in refusal("inspect", copy, "--pictures", tmp_path / "pictures")
 
 
-def test_without_a_report_says_so(script: Any, copy: Path, tmp_path: Path) -> None:
+def test_a_missing_report_is_noted(script: Any, copy: Path, tmp_path: Path) -> None:
     (copy / REPORT_NAME).unlink()
     summary = inspected(script, tmp_path, copy)
     assert all(layer["coverage"] is None and layer["tokens"] is None for layer in summary["layers"])
@@ -154,24 +154,24 @@ def test_without_a_report_says_so(script: Any, copy: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"layers": 3}', '{"layers": {"a": {}}}', '{"layers": {"a": 1}}'])
-def test_a_report_that_does_not_fit_is_left_out(script: Any, copy: Path, text: str) -> None:
+def test_a_report_that_does_not_fit_is_ignored(script: Any, copy: Path, text: str) -> None:
     (copy / REPORT_NAME).write_text(text)
     done = script("inspect", copy)
     assert done.status == 0
     assert done.out.count("note: ") == 1
 
 
-def test_a_report_of_other_widths_is_left_out(script: Any, copy: Path) -> None:
+def test_a_report_of_other_widths_is_ignored(script: Any, copy: Path) -> None:
     report = json.loads((copy / REPORT_NAME).read_text())
     next(iter(report["layers"].values()))["widths"][0] += 64
     (copy / REPORT_NAME).write_text(json.dumps(report))
     assert f"{REPORT_NAME} is damaged or of another checkpoint" in script("inspect", copy).out
 
 
-def test_directories_without_our_entry_are_refused(refusal: Any, source: Path, tmp_path: Path) -> None:
-    assert "is no pruned checkpoint, moe_coverage is not in its config.json" in refusal("inspect", source)
-    assert "is no directory" in refusal("inspect", source / "config.json")
-    assert "is no directory" in refusal("inspect", tmp_path / "absent")
+def test_directories_without_our_entry(refusal: Any, source: Path, tmp_path: Path) -> None:
+    assert "is not a pruned checkpoint, moe_coverage is not in its config.json" in refusal("inspect", source)
+    assert "is not a directory" in refusal("inspect", source / "config.json")
+    assert "is not a directory" in refusal("inspect", tmp_path / "absent")
     assert "config.json cannot be read" in refusal("inspect", tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_directories_without_our_entry_are_refused(refusal: Any, source: Path, t
         (lambda config: json.dumps({**config, "vocab_size": 0}), "vocab_size 0"),
     ],
 )
-def test_a_damaged_config_is_refused(refusal: Any, copy: Path, change: Any, words: str) -> None:
+def test_a_damaged_config(refusal: Any, copy: Path, change: Any, words: str) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(change(config))
     assert words in refusal("inspect", copy)
@@ -205,7 +205,7 @@ def edited(config: dict[str, Any], **changes: Any) -> str:
     return json.dumps(config | {"quantization_config": config["quantization_config"] | changes})
 
 
-def test_damaged_weights_are_refused(refusal: Any, copy: Path) -> None:
+def test_damaged_weights(refusal: Any, copy: Path) -> None:
     whole = (copy / WEIGHTS).read_bytes()
     (copy / WEIGHTS).write_bytes(whole[:-1])
     assert f"{WEIGHTS} cannot be read" in refusal("inspect", copy)
@@ -216,7 +216,7 @@ def test_damaged_weights_are_refused(refusal: Any, copy: Path) -> None:
     assert "lacks model-2.safetensors" in refusal("inspect", copy)
 
 
-def test_weights_of_other_widths_are_refused(refusal: Any, copy: Path) -> None:
+def test_weights_of_other_widths(refusal: Any, copy: Path) -> None:
     tensors = load_file(copy / WEIGHTS)
     name = next(name for name in tensors if ".experts." in name)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, copy / WEIGHTS)
@@ -224,9 +224,7 @@ def test_weights_of_other_widths_are_refused(refusal: Any, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", ["weight_scale", "weight_shape"])
-def test_packed_weights_without_their_scales_are_refused(
-    refusal: Any, uniform: Path, tmp_path: Path, tensor: str
-) -> None:
+def test_packed_weights_without_their_scales(refusal: Any, uniform: Path, tmp_path: Path, tensor: str) -> None:
     copy = Path(shutil.copytree(uniform, tmp_path / "copy"))
     tensors = load_file(copy / WEIGHTS)
     kept = {key: value for key, value in tensors.items() if not key.endswith(f"o_proj.{tensor}")}
@@ -235,7 +233,7 @@ def test_packed_weights_without_their_scales_are_refused(
 
 
 def damaged(value: Any, draw: Any) -> Any:
-    """The value with one thing in it replaced or removed."""
+    """The value with one part replaced or removed."""
     if isinstance(value, dict) and value and draw(st.integers(0, 9)):
         key = draw(st.sampled_from(sorted(value)))
         if draw(st.integers(0, 9)) == 0:
@@ -268,13 +266,13 @@ def test_no_damaged_bytes_end_in_a_traceback(script: Any, pruned: Path, copy: Pa
     shutil.copyfile(pruned / name, copy / name)
 
 
-def test_names_of_files_are_those_that_are_written(copy: Path) -> None:
+def test_names_of_files(copy: Path) -> None:
     assert (REPORT_NAME, SCORES_NAME) == ("moe_coverage_report.json", "moe_coverage/scores.safetensors")
     assert {REPORT_NAME, SCORES_NAME} <= {str(file.relative_to(copy)) for file in copy.rglob("*")}
 
 
 def test_loads_no_weight(script: Any, copy: Path) -> None:
-    """The data of the weights may be anything: a sparse file of the same length tells as much."""
+    """The result is the same if the weights are replaced by a sparse file of the same length."""
     before = script("inspect", copy).out
     data = (copy / WEIGHTS).read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")

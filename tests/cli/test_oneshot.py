@@ -1,4 +1,4 @@
-"""``moe-coverage oneshot``: what oneshot in Python writes, from text on disk; mistakes are told before calibration."""
+"""``moe-coverage oneshot`` writes what oneshot in Python does; errors come before calibration, in one line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import conversion_mapping, monkey_patching
 
 from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.files.scores import load_scores
+from moe_coverage_plugin.manifest import SCORES_NAME
 from tests.modifiers import harness
 from tests.tiny import add_tokenizer, save_model
 
@@ -26,7 +27,7 @@ TEXT = " ".join(f"w{(7 * number) % 40 + 20}" for number in range(3 * SEQUENCE * 
 
 @pytest.fixture(autouse=True)
 def _as_in_a_process_of_its_own() -> Iterator[None]:
-    """The toolkit leaves its way of opening a family behind, and without torchvision modules are forgotten."""
+    """Undo patches of the toolkit, and restore the modules that are unloaded without torchvision."""
     modules = dict(sys.modules)
     conversion_mapping.get_checkpoint_conversion_mapping("")  # builds it
     mapping = dict(conversion_mapping._checkpoint_conversion_mapping_cache)
@@ -57,7 +58,7 @@ def text(model: Path) -> Path:
 
 @pytest.fixture
 def command(model: Path, recipe: Path, text: Path, tmp_path: Path) -> Any:
-    """Arguments that work, some of them replaced; ``None`` leaves an option out."""
+    """Valid arguments, with changes; ``None`` leaves an option out."""
 
     def build(model: object = model, **changes: Any) -> list[object]:
         options = {"recipe": recipe, "data": text, "samples": 4, "sequence-length": SEQUENCE, "batch-size": 2}
@@ -69,7 +70,7 @@ def command(model: Path, recipe: Path, text: Path, tmp_path: Path) -> Any:
 
 
 def windows(text: str, samples: int) -> Dataset:
-    """Token ids as the tool should cut them: the word ``w5`` is token 5, and 1 ends a document."""
+    """Token ids in windows: the word ``w5`` is token 5, and 1 ends a document."""
     ids = torch.tensor([*(int(word[1:]) for word in text.split()), 1])
     rows = ids[: len(ids) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
     rows = rows[torch.linspace(0, len(rows) - 1, min(samples, len(rows))).long()]
@@ -108,17 +109,17 @@ def test_writes_what_python_writes(script: Any, command: Any, model: Path, recip
 
 
 def test_json_lines_and_several_files(script: Any, command: Any, text: Path, tmp_path: Path) -> None:
-    """Every line is a document, and so is every file; each ends with a token of its own."""
+    """Each line and each text file is a document, which ends with an end token."""
     lines = [" ".join(TEXT.split()[start : start + SEQUENCE - 1]) for start in range(0, 4 * SEQUENCE, SEQUENCE)]
     (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"body": line}) for line in lines))
     more = {"data": [tmp_path / "lines.jsonl"], "text-field": "body", "samples": 99, "output": tmp_path / "lines"}
     assert script(*command(**more)).status == 0
-    scores, provenance = load_scores(tmp_path / "lines" / "moe_coverage_scores.bin")
+    scores, provenance = load_scores(tmp_path / "lines" / SCORES_NAME)
     # two windows a batch, every token to two experts
     assert provenance["calibration_batches"] == 2
     assert scores.tokens_LE.sum(-1).tolist() == [4 * SEQUENCE * 2] * 2
     assert script(*command(data=[text, text], samples=99, **{"batch-size": 16})).status == 0
-    scores, provenance = load_scores(tmp_path / "out" / "moe_coverage_scores.bin")
+    scores, provenance = load_scores(tmp_path / "out" / SCORES_NAME)
     count = 2 * (len(TEXT.split()) + 1) // SEQUENCE
     assert provenance["calibration_batches"] == count // 16
     assert scores.tokens_LE.sum(-1).tolist() == [count * SEQUENCE * 2] * 2
@@ -165,10 +166,10 @@ def test_a_pruned_checkpoint_is_quantized(script: Any, command: Any, pruned: Pat
         ({"scheme": "W4A16"}, "GPTQModifier has group_size 128, which does not divide the 192 input channels"),
     ],
 )
-def test_a_pruned_checkpoint_is_quantized_as_engines_take_it(
+def test_quantizers_that_do_not_fit_a_pruned_checkpoint(
     script: Any, command: Any, pruned: Path, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
-    """Or refused before hours of calibration."""
+    """An error before calibration, which can take hours."""
     recipe = tmp_path / "gptq.yaml"
     recipe.write_text(quantizers("GPTQModifier", **{"targets": ["Linear"], "ignore": ["lm_head"]} | options))
     add_tokenizer(pruned)
@@ -179,9 +180,7 @@ def test_a_pruned_checkpoint_is_quantized_as_engines_take_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_no_more_windows_than_are_taken_become_lists(
-    script: Any, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_selected_windows_become_lists(script: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python integers, text takes over ten times its bytes."""
     built: list[int] = []
     real = Dataset.from_dict
@@ -205,27 +204,33 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "no/such/place"}, "has no tokenizer that can be opened"),
+        ({"model": "no/such/place"}, "no/such/place is not a model directory or hub name"),
+        ({"model": "."}, ". is not a model directory (it has no config.json)"),
         ({"recipe": "unknown"}, "there is no recipe 'unknown': known are coverage_p25_gptq"),
         ({"recipe": "BAD"}, "cannot be read"),
-        ({"recipe": "EMPTY"}, "names no modifiers"),
-        ({"recipe-args": ["sparsity"]}, "--recipe-args has 'sparsity', name=value is right"),
-        ({"recipe-args": ["sparsity=["]}, "is no YAML"),
+        ({"recipe": "EMPTY"}, "names no modifiers: they belong into a stage"),
+        ({"recipe": "STAGE"}, "skips because of these names: call them 'prune_stage' and 'a_modifiers'"),
+        ({"recipe-args": ["sparsity"]}, "--recipe-args has 'sparsity': write NAME=VALUE"),
+        ({"recipe-args": ["sparsity=["]}, "is not YAML"),
         ({"recipe-args": ["spasity=0.5"]}, "recipe_args spasity override nothing"),
-        ({"recipe": "Q4", "recipe-args": ["scheme=W8A16"]}, "--recipe-args scheme override nothing in Q4"),
-        ({"recipe-args": ["sparsity=1.5"]}, "sparsity=1.5 of CoverageModifier must be a number, at least 0 and below 1"),
+        ({"recipe": "Q4", "recipe-args": ["scheme=W8A16"]}, "--recipe-args scheme change nothing in Q4"),
+        (
+            {"recipe-args": ["sparsity=1.5"]},
+            "sparsity=1.5 of CoverageModifier must be a number, at least 0 and below 1",
+        ),
         ({"recipe-args": ["sparsity=many"]}, "sparsity='many' of CoverageModifier must be a number"),
-        ({"data": "absent.txt"}, "--data absent.txt is not there"),
-        ({"data": "SHORT"}, "holds 4 tokens and a window has 16"),
-        ({"data": "DIRECTORY"}, "is no data set that datasets.save_to_disk wrote"),
-        ({"data": "SPLITS"}, "holds several splits: name one of them"),
-        ({"data": ["DIRECTORY", "SHORT"]}, "give it alone, or files"),
-        ({"data": "LINES"}, "line 1"),
+        ({"data": "absent.txt"}, "--data absent.txt does not exist"),
+        ({"data": "SHORT"}, "has 4 tokens, fewer than one window of 16"),
+        ({"data": "DIRECTORY"}, "is not a data set written by datasets.save_to_disk"),
+        ({"data": "SPLITS"}, "has several splits: give one of them"),
+        ({"data": ["DIRECTORY", "SHORT"]}, "give the data set alone, or files only"),
+        ({"data": "LINES"}, "LINES.jsonl cannot be read as json"),
+        ({"data": "CHAT"}, "has no text in 'text', only messages: make text of 'messages' by tokenizer.apply_chat"),
         ({"output": "."}, "exists and is not empty"),
         ({"samples": 0}, "--samples is 0"),
         ({"sequence-length": -1}, "--sequence-length is -1"),
         ({"batch-size": 0}, "--batch-size is 0"),
-        ({"device-map": "nowhere"}, "is no model that can be opened"),
+        ({"device-map": "nowhere"}, "cannot be opened as a model"),
     ],
 )
 def test_mistakes_are_one_line_before_calibration(
@@ -233,17 +238,19 @@ def test_mistakes_are_one_line_before_calibration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name, content in {"BAD": "a: [", "EMPTY": "a_stage: {}", "SHORT": "w2 w3 w4", "LINES": "no JSON"}.items():
+    stage = "prune: {a_modifiers: {CoverageModifier: {sparsity: 0.5}}}"
+    chat = json.dumps({"messages": [{"role": "user", "content": "w2"}]})
+    files = {"BAD": "a: [", "EMPTY": "a_stage: {}", "STAGE": stage, "SHORT": "w2 w3 w4"}
+    for name, content in (files | {"LINES.jsonl": "no JSON", "CHAT.jsonl": chat}).items():
         Path(name).write_text(content)
     Path("Q4").write_text(quantizers("QuantizationModifier", **harness.W4_GROUP_64))
-    Path("LINES").rename("LINES.jsonl")
     Path("DIRECTORY").mkdir()
     DatasetDict({"train": windows(TEXT, 1)}).save_to_disk("SPLITS")
-    known = {"LINES": "LINES.jsonl"}
+    known = {"LINES": "LINES.jsonl", "CHAT": "CHAT.jsonl"}
     changes = {name: known.get(value, value) if isinstance(value, str) else value for name, value in changes.items()}
     before = sorted(tmp_path.rglob("*"))
     done = script(*command(**changes))
-    # toolkits show their progress before it
+    # libraries print their progress before
     *_, message = done.err.splitlines()
     assert (done.status, done.out.count("Wrote")) == (2, 0)
     assert message.startswith("moe-coverage: ")
@@ -252,11 +259,11 @@ def test_mistakes_are_one_line_before_calibration(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_default_window_is_what_the_model_takes(script: Any, command: Any, tmp_path: Path) -> None:
+def test_the_default_window_is_at_most_the_limit_of_the_model(script: Any, command: Any, tmp_path: Path) -> None:
     short = add_tokenizer(save_model(tmp_path / "short", num_hidden_layers=2, max_position_embeddings=32))
     assert (
         script(*command(short, **{"sequence-length": None, "recipe-args": ["block_size=32", "min_width=32"]})).status
         == 0
     )
-    scores, _ = load_scores(tmp_path / "out" / "moe_coverage_scores.bin")
+    scores, _ = load_scores(tmp_path / "out" / SCORES_NAME)
     assert scores.tokens_LE.sum(-1).tolist() == [4 * 32 * 2] * 2

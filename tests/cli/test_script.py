@@ -1,4 +1,4 @@
-"""The script as a user runs it: a process of its own, its exit status, and what it imports."""
+"""The command in a process of its own: exit status, output, and imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from moe_coverage_plugin.manifest import SCORES_NAME
 
-# as where vLLM is installed and the toolkit is not
+# not installed in vLLM's environment
 BLOCKED = ("llmcompressor", "compressed_tensors", "transformers", "accelerate", "matplotlib", "jinja2", "tabulate")
 SERVING = f"""
 import sys
@@ -46,34 +46,61 @@ def test_help_ends_before_torch_is_imported() -> None:
     assert not modules & {"torch", "numpy", "safetensors"}
 
 
-def test_inspects_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
+def test_inspects_without_the_toolkit(pruned: Path, script: Any) -> None:
     done = serving("inspect", pruned)
     assert done.returncode == 0, done.stderr
     assert done.stdout == script("inspect", pruned).out
 
 
-def test_compressing_needs_the_toolkit_and_says_so() -> None:
-    done = serving("oneshot", "model", "--recipe", "fisher_p50", "--data", "text", "--output", "out")
+@pytest.mark.parametrize("beside_vllm", [False, True])
+def test_compressing_without_the_toolkit(tmp_path: Path, beside_vllm: bool) -> None:
+    """In vLLM's environment, the extra [compress] would replace packages that vLLM needs."""
+    (tmp_path / "vllm.py").touch()
+    program = f"import sys; sys.path.append({str(tmp_path)!r})\n{SERVING}" if beside_vllm else SERVING
+    done = serving("oneshot", "model", "--recipe", "fisher_p50", "--data", "text", "--output", "out", program=program)
     assert done.returncode == 2
-    assert done.stderr.endswith('llmcompressor is not installed here: pip install "moe-coverage-plugin[compress]"\n')
+    [line] = done.stderr.splitlines()
+    assert "moe-coverage oneshot needs llm-compressor: llmcompressor is not installed here" in line
+    advice = "in an environment of its own" if beside_vllm else 'pip install "moe-coverage-plugin[compress]"'
+    assert advice in line
+
+
+@pytest.mark.parametrize("command", ["oneshot", "finetune", "eval"])
+def test_a_wrong_path_is_an_error_before_torch_is_imported(tmp_path: Path, command: str) -> None:
+    """It took 19 seconds."""
+    (tmp_path / "text.txt").touch()
+    options = {
+        "oneshot": ("--recipe", "fisher_p50", "--data", tmp_path / "text.txt"),
+        "finetune": ("--text", tmp_path / "text.txt"),
+        "eval": ("--text", tmp_path / "text.txt"),
+    }[command]
+    program = (
+        "import sys\nfrom moe_coverage_plugin.cli import main\nstatus = main()\n"
+        "assert not {'torch', 'transformers', 'llmcompressor'} & set(sys.modules)\nsys.exit(status)"
+    )
+    done = serving(command, tmp_path / "absent", *options, "--output", tmp_path / "out", program=program)
+    assert done.returncode == 2, done.stderr
+    assert f"{tmp_path / 'absent'} is not a model directory" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_help_says_which_command_when(script: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         script("--help")
     text = capsys.readouterr().out
-    listed, told = (re.findall(r"^ {2,4}(\w+) {2,}\S", part, re.MULTILINE) for part in text.split("which one when:"))
-    assert [name for name in listed if name != "COMMAND"] == told
+    parts = text.split("which command when:")
+    listed, explained = (re.findall(r"^ {2,4}(\w+) {2,}\S", part, re.MULTILINE) for part in parts)
+    assert [name for name in listed if name != "COMMAND"] == explained
 
 
-def test_plans_where_the_toolkit_is_not(pruned: Path, script: Any) -> None:
+def test_plans_without_the_toolkit(pruned: Path, script: Any) -> None:
     arguments = ("plan", pruned / SCORES_NAME, "--sparsity", 0.5)
     done = serving(*arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout == script(*arguments).out
 
 
-def test_ends_quietly_when_nobody_reads(pruned: Path) -> None:
+def test_ends_quietly_if_the_reader_ends(pruned: Path) -> None:
     command = [sys.executable, "-c", SERVING, "inspect", str(pruned)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -83,14 +110,14 @@ def test_ends_quietly_when_nobody_reads(pruned: Path) -> None:
     assert process.returncode == 1
 
 
-def test_says_what_draws_and_is_missing(pruned: Path, tmp_path: Path) -> None:
+def test_pictures_without_matplotlib(pruned: Path, tmp_path: Path) -> None:
     done = serving("inspect", pruned, "--pictures", tmp_path)
     assert done.returncode == 2
     assert 'is not installed here: pip install "moe-coverage-plugin[compress]"' in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
+def test_an_error_is_one_line(tmp_path: Path) -> None:
     for arguments in (["inspect", "absent"], ["plan", "absent", "--sparsity", "0.5"]):
         done = serving(*arguments, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
@@ -128,4 +155,8 @@ def test_draws_results(script: Any, refusal: Any, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(magic)
     results.write_text("{")
     assert "line 1" in refusal("pareto", results, "--output", tmp_path / "other.png")
+    results.write_text(json.dumps({"format": 1, "tasks": {}}, indent=1))
+    assert "was written by moe-coverage eval: give JSON lines" in refusal(
+        "pareto", results, "--output", tmp_path / "other.png"
+    )
     assert not (tmp_path / "other.png").exists()

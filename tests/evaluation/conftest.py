@@ -1,4 +1,4 @@
-"""A tiny model, pruned twice, and questions that its tokenizer can read."""
+"""A tiny model, two pruned checkpoints of it, and a writer of JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoint.runs import prune, source
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Data sets that were read are kept for these tests only."""
+    """Give these tests a cache of data sets of their own."""
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE

@@ -1,4 +1,4 @@
-"""Questions and text that the tiny models' tokenizer can read: a token a word."""
+"""Questions and text in the vocabulary of the tiny tokenizer, one token per word."""
 
 QUIZ = [
     {"question": "w5 w17 w300", "choices": ["w41 w99", "w7", "w12 w8 w3"], "answer": 1},

@@ -1,4 +1,4 @@
-"""lm-eval's figures on our checkpoints are those worked out by hand from the model's logits."""
+"""Metrics of lm-eval on our checkpoints equal those computed here from the logits of the model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def opened(path, name):
 
 @torch.no_grad()
 def loglikelihood(model, ids, start):
-    """Of all tokens from ``start`` on, each after those before it."""
+    """Log-likelihood of the tokens from ``start``, given those before."""
     logprobs_TV = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     return sum(float(logprobs_TV[t - 1, ids[t]]) for t in range(start, len(ids)))
 
 
 @pytest.mark.parametrize("name", ["original", "pruned", "four_bits"])
-def test_figures_by_hand(name, request, lines, tmp_path):
+def test_metrics(name, request, lines, tmp_path):
     path = request.getfixturevalue(name)
     local = [LocalTask("multiple_choice", lines("quiz", QUIZ)), LocalTask("text", lines("prose", TEXT))]
     found = evaluate(str(path), [], tmp_path / "found.json", EvaluationOptions(batch_size=3), local).tasks
@@ -56,13 +56,13 @@ def test_figures_by_hand(name, request, lines, tmp_path):
 
 
 def test_generation(pruned, lines, tmp_path):
-    """One answer is the last number that the model writes, the other one is not."""
+    """The answer to the first question is the last number of the output, that to the second is not."""
     model, tokenizer = opened(pruned, "pruned")
     for first in range(200, 260):
         ids = tokenizer(f"Question: w{first}\nAnswer:", return_tensors="pt").input_ids
         with torch.no_grad():
             written = tokenizer.decode(model.generate(ids, max_new_tokens=256, do_sample=False)[0, ids.shape[1] :])
-        # lm-eval stops at the name of the token that ends a text, which begins names of others here
+        # lm-eval stops at the text of the end token, which other tokens of this vocabulary begin with
         if numbers := re.findall(r"\d+", written.split(tokenizer.eos_token)[0]):
             break
     rows = [{"question": f"w{first}", "answer": f"so #### {number}"} for number in (numbers[-1], "99999")]
@@ -72,7 +72,7 @@ def test_generation(pruned, lines, tmp_path):
     assert found["metrics"]["exact_match, strict-match"]["value"] == 0.0
 
 
-def test_few_shot_examples_are_other_documents(pruned, lines, tmp_path):
+def test_few_shot_examples_and_limit(pruned, lines, tmp_path):
     task = LocalTask("multiple_choice", lines("quiz", QUIZ))
     found = evaluate(str(pruned), [], tmp_path / "found.json", EvaluationOptions(few_shot=2, limit=3), [task]).tasks
     assert found["quiz"]["few_shot"] == [2]

@@ -1,28 +1,28 @@
-"""``moe-coverage eval``: a table of what changed, and mistakes in one line before anything is opened."""
+"""``moe-coverage eval``: a table of changes, and errors in one line before a model is opened."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paper_protocol import TASKS
-from moe_coverage_plugin.cli import evaluation as command
 from moe_coverage_plugin.cli import main
+from moe_coverage_plugin.cli.evaluation import add_eval
 from moe_coverage_plugin.evaluation import backends, local_tasks
 from moe_coverage_plugin.evaluation.tasks import Tasks
 from moe_coverage_plugin.options import EvaluationOptions
-from moe_coverage_plugin.options.base import choices
 from tests.evaluation.questions import QUIZ, TEXT
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch, tmp_path):
-    """Runs the script, which must end with status 2 and one line, having opened and written nothing."""
-    # data sets without a file of their own are looked for among all files here, environments in a clone included
+def error_of(capsys, monkeypatch, tmp_path):
+    """Runs the command, which must end with status 2 and one line, before it opens a model or writes a file."""
+    # datasets looks for the files of a data set without data_files in the current directory, which can be large
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -32,18 +32,19 @@ def refused(capsys, monkeypatch, tmp_path):
         assert main(["eval", *map(str, arguments)]) == 2
         assert sorted(tmp_path.iterdir()) == before
         err = capsys.readouterr().err
-        # data sets show how far they are
-        told = err[err.index("moe-coverage: ") :]
-        assert told.count("\n") == 1
-        return told
+        # datasets prints progress bars before
+        message = err[err.index("moe-coverage: ") :]
+        assert message.count("\n") == 1
+        return message
 
     return run
 
 
-def test_choices_are_those_of_the_function():
-    fields = EvaluationOptions.model_fields
-    assert (choices(fields["backend"]), choices(fields["dtype"])) == (command.BACKENDS, command.DTYPES)
-    assert tuple(local_tasks.FIELDS) == command.KINDS
+def test_every_option_of_the_function_is_a_flag():
+    command = ArgumentParser()
+    add_eval(command)
+    flags = {action.dest for action in command._actions}
+    assert EvaluationOptions.model_fields.keys() | local_tasks.FIELDS.keys() <= flags
 
 
 def test_before_and_after(original, four_bits, lines, tmp_path, capsys):
@@ -74,8 +75,8 @@ def test_before_and_after(original, four_bits, lines, tmp_path, capsys):
     assert "quiz was run with limit None (not 7) in after" in capsys.readouterr().err
 
 
-def test_names_that_lm_eval_does_not_know(pruned, refused, tmp_path, monkeypatch):
-    """The names of the paper's tasks are known to it; looking through all of them takes seconds, so once."""
+def test_unknown_names(pruned, error_of, tmp_path, monkeypatch):
+    """lm-eval has all tasks of the paper, which is checked here because reading its task files takes seconds."""
     found = {}
     check = Tasks._check_known
 
@@ -84,26 +85,26 @@ def test_names_that_lm_eval_does_not_know(pruned, refused, tmp_path, monkeypatch
         check(self, names)
 
     monkeypatch.setattr(Tasks, "_check_known", keep)
-    told = refused(pruned, "--tasks", "arc_esy", "--output", tmp_path / "out.json")
-    assert "lm-eval has no task 'arc_esy', near it are arc_easy" in told
+    message = error_of(pruned, "--tasks", "arc_esy", "--output", tmp_path / "out.json")
+    assert "lm-eval has no task 'arc_esy', similar names are arc_easy" in message
     assert {protocol.task for protocol in TASKS.values()} <= set(found["tasks"].manager.all_tasks)
 
 
-def test_a_task_file_of_ones_own(pruned, refused, lines, tmp_path):
-    """A name in --include-path is found, and a file that lm-eval cannot build is told."""
+def test_a_task_file_of_the_user(pruned, error_of, lines, tmp_path):
+    """A name in --include-path is found; a file that lm-eval cannot build is an error."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own.yaml").write_text("task: own\ndataset_path: json\ntest_split: test\n")
-    told = refused(pruned, "--tasks", "own", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
-    assert "the task own cannot be built" in told
+    message = error_of(pruned, "--tasks", "own", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
+    assert "the task own cannot be built" in message
     quiz = lines("own", QUIZ)
     more = ("--multiple-choice", quiz, "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
-    assert "two tasks are called own" in refused(pruned, "--tasks", "own", *more)
-    assert "is no directory" in refused(
+    assert "two tasks are called own" in error_of(pruned, "--tasks", "own", *more)
+    assert "is not a directory" in error_of(
         pruned, "--text", quiz, "--include-path", quiz, "--output", tmp_path / "o.json"
     )
 
 
-def test_programs_that_a_model_writes(pruned, refused, lines, tmp_path):
+def test_programs_of_the_model(pruned, error_of, lines, tmp_path):
     quiz = lines("rows", QUIZ)
     config = f"""
 task: programs
@@ -118,49 +119,49 @@ doc_to_target: "{{{{answer}}}}"
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "programs.yaml").write_text(config)
     asked = (pruned, "--tasks", "programs", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
-    assert "runs programs that the model writes: add --run-unsafe-code" in refused(*asked)
-    assert "fixed at 0 examples" in refused(*asked, "--run-unsafe-code", "--few-shot", 5)
+    assert "runs programs that the model writes: add --run-unsafe-code" in error_of(*asked)
+    assert "fixed at 0 examples" in error_of(*asked, "--run-unsafe-code", "--few-shot", 5)
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ((), "no task is given"),
-        (("--limit", 0, "--text", "x"), "limit=0 of EvaluationOptions must be an integer, at least 1"),
-        (("--fields", "question"), "'question' is no assignment"),
-        (("--fields", "question=query"), "names no field of the given JSON lines"),
+        (("--limit", 0, "--text", "x"), "--limit 0 must be an integer, at least 1"),
+        (("--fields", "question"), "'question' is not an assignment"),
+        (("--fields", "question=query"), "is not a field of the given kinds of JSON lines"),
         (("--model-args", "max_model_len=64"), "arguments of vLLM's engine"),
-        (("--backend", "vllm"), 'vllm is not installed here: pip install "moe-coverage-plugin[serve,eval]"'),
+        (("--backend", "vllm"), 'backend vllm needs it: use an environment with "moe-coverage-plugin[serve,eval]"'),
         (("--backend", "vllm", "--device", "cuda"), "set CUDA_VISIBLE_DEVICES"),
         (("--compare", "none.json"), "none.json cannot be read"),
     ],
 )
-def test_options(pruned, refused, tmp_path, more, words):
-    assert words in refused(pruned, "--output", tmp_path / "out.json", *more)
+def test_options(pruned, error_of, tmp_path, more, words):
+    assert words in error_of(pruned, "--output", tmp_path / "out.json", *more)
 
 
-def test_checkpoints(pruned, refused, lines, tmp_path):
+def test_checkpoints(pruned, error_of, lines, tmp_path):
     quiz = lines("quiz", QUIZ)
     files = ("--multiple-choice", quiz, "--output", tmp_path / "out.json")
-    assert "neither a directory nor a model" in refused(tmp_path / "none", *files)
-    assert "is no checkpoint" in refused(tmp_path, *files)
-    assert "where to write the results is not given" in refused(pruned, "--multiple-choice", quiz)
-    assert "neither a checkpoint" in refused()
+    assert "is not a model directory or hub name" in error_of(tmp_path / "none", *files)
+    assert "is not a model directory (it has no config.json)" in error_of(tmp_path, *files)
+    assert "--output is not given" in error_of(pruned, "--multiple-choice", quiz)
+    assert "there is nothing to do" in error_of()
     copy = shutil.copytree(pruned, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert f"{copy} holds no tokenizer" in refused(copy, *files)
+    assert f"{copy} has no tokenizer" in error_of(copy, *files)
 
 
-def test_a_file_that_cannot_be_written(pruned, refused, lines, tmp_path):
-    """Told before the work, also to root, who may write where nothing can be."""
+def test_a_file_that_cannot_be_written(pruned, error_of, lines, tmp_path):
+    """Found before the evaluation, also for root, which ignores permissions."""
     quiz = lines("quiz", QUIZ)
     for place, where in ((Path("/proc/deep/out.json"), "/proc"), (quiz / "deep" / "out.json", quiz)):
-        told = refused(pruned, "--multiple-choice", quiz, "--output", place)
-        assert f"{place} cannot be created: {where} is not writable" in told
-    assert "cannot be read" in refused(pruned, "--multiple-choice", quiz, "--output", tmp_path)
+        message = error_of(pruned, "--multiple-choice", quiz, "--output", place)
+        assert f"{place} cannot be created: {where} is not writable" in message
+    assert "cannot be read" in error_of(pruned, "--multiple-choice", quiz, "--output", tmp_path)
 
 
-def test_a_missing_lm_eval_is_told(pruned, refused, tmp_path, monkeypatch):
+def test_a_missing_lm_eval(pruned, error_of, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    told = refused(pruned, "--tasks", "arc_easy", "--output", tmp_path / "out.json")
-    assert told == 'moe-coverage: lm-eval is not installed here: pip install "moe-coverage-plugin[eval]"\n'
+    message = error_of(pruned, "--tasks", "arc_easy", "--output", tmp_path / "out.json")
+    assert message == 'moe-coverage: lm-eval is not installed here: pip install "moe-coverage-plugin[eval]"\n'

@@ -1,4 +1,4 @@
-"""Files of JSON lines as tasks: fields by other names, and what is refused."""
+"""Tasks from files of JSON lines: fields with other names, and errors."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_fields_by_other_names(lines):
     assert [task.doc_to_target(doc) for doc in docs] == [row["answer"] for row in QUIZ]
 
 
-def test_text_is_taken_as_it_is(lines):
+def test_text_is_not_changed(lines):
     texts = ["{{question}} {% if %}\n", "one\u2028two 'quoted' \"twice\" \\n", "ends in a space "]
     task, docs = documents(LocalTask("text", lines("prose", [{"text": text} for text in texts])))
     assert [task.doc_to_target(doc) for doc in docs] == texts
 
 
-def test_choices_are_taken_as_they_are(lines):
+def test_choices_are_not_changed(lines):
     choices = ['it\'s "so"', "a\nb", "{{question}}", "\\n"]
     task, docs = documents(
         LocalTask("multiple_choice", lines("quiz", [{"question": "w5", "choices": choices, "answer": 3}]))
@@ -57,10 +57,10 @@ def test_choices_are_taken_as_they_are(lines):
         ({"question": "w5", "choices": ["a"], "answer": 0}, "choices is .*list of two texts"),
         ({"question": "w5", "choices": "ab", "answer": 0}, "choices is 'ab'"),
         ({"question": "w5", "choices": ["a", "b"], "answer": "B"}, "answer is 'B'.*counted from 0"),
-        ({"question": "w5", "choices": ["a", "b"], "answer": 2}, "answer is 2, but there are 2 choices"),
+        ({"question": "w5", "choices": ["a", "b"], "answer": 2}, "answer is 2, but the choices are 0 to 1"),
         ({"question": "w5", "choices": ["a", "b"], "answer": True}, "answer is 'True'"),
         ({"question": " ", "choices": ["a", "b"], "answer": 0}, "question is ' '"),
-        (["w5"], "line 2 is no JSON object"),
+        (["w5"], "line 2 is not a JSON object"),
     ],
 )
 def test_a_bad_line(lines, row, words):
@@ -72,10 +72,10 @@ def test_bad_files(tmp_path):
     with pytest.raises(CoverageError, match="cannot be read"):
         LocalTask("text", tmp_path / "none.jsonl").config()
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(CoverageError, match="holds no lines"):
+    with pytest.raises(CoverageError, match="has no lines"):
         LocalTask("text", tmp_path / "empty.jsonl").config()
     (tmp_path / "cut.jsonl").write_text('{"text": "w5')
-    with pytest.raises(CoverageError, match="line 1 is no JSON"):
+    with pytest.raises(CoverageError, match="line 1 is not JSON"):
         LocalTask("text", tmp_path / "cut.jsonl").config()
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CoverageError, match="cannot be read as text"):
@@ -87,5 +87,5 @@ def test_unknown_kinds_and_fields(tmp_path):
         LocalTask("essay", tmp_path)
     with pytest.raises(CoverageError, match="no field 'choice', only question, choices, answer"):
         LocalTask("multiple_choice", tmp_path, {"choice": "options"})
-    with pytest.raises(CoverageError, match="'my text' is no name"):
+    with pytest.raises(CoverageError, match="'my text' is not an identifier"):
         LocalTask("text", tmp_path, {"text": "my text"})

@@ -1,4 +1,4 @@
-"""Results are kept after every task, never mixed with those of another checkpoint, other settings or other data."""
+"""Results are stored after each task, and not mixed with those of another checkpoint, other settings or data."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def prose(lines):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Any model that is opened is one too many."""
+    """Fails if a model is opened."""
 
-    def refuse(*_):
+    def fail(*_):
         raise AssertionError("a model was opened")
 
-    return lambda: monkeypatch.setattr(backends, "open_backend", refuse)
+    return lambda: monkeypatch.setattr(backends, "open_backend", fail)
 
 
-def test_what_is_done_stays_and_the_rest_goes_on(pruned, quiz, prose, tmp_path, monkeypatch, no_model):
-    """Killed in the second task: the first one is in the file, and the next run makes only the second."""
+def test_an_interrupted_run_continues(pruned, quiz, prose, tmp_path, monkeypatch, no_model):
+    """Killed in the second task: the file has the first one, and the next run computes the second one only."""
     output = tmp_path / "found.json"
-    whole = run._run
+    original = run._run
     ran = []
 
     def dies(unit, *others):
         ran.append(unit.name)
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return whole(unit, *others)
+        return original(unit, *others)
 
     monkeypatch.setattr(run, "_run", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -61,16 +61,16 @@ def test_what_is_done_stays_and_the_rest_goes_on(pruned, quiz, prose, tmp_path, 
 
     no_model()
     assert evaluate(str(pruned), [], output, local=[prose, quiz]) == written
-    with pytest.raises(CoverageError, match=r"quiz is there with limit None \(not 1\): choose another file"):
+    with pytest.raises(CoverageError, match=r"quiz has results with limit None \(not 1\): choose another file"):
         evaluate(str(pruned), [], output, EvaluationOptions(limit=1), [quiz])
     quiz.file.write_text(json.dumps(QUIZ[0]) + "\n")
-    with pytest.raises(CoverageError, match="quiz is there with other prompts or data"):
+    with pytest.raises(CoverageError, match="quiz has results with other prompts or data"):
         evaluate(str(pruned), [], output, local=[quiz])
     assert Results.read(output) == written
 
 
-def test_another_checkpoint_is_told_apart(pruned, quiz, tmp_path, no_model):
-    """One weight is enough, where name, size and config are the same."""
+def test_another_checkpoint(pruned, quiz, tmp_path, no_model):
+    """A single weight differs; name, size and config are equal."""
     copy, output = shutil.copytree(pruned, tmp_path / "copy"), tmp_path / "found.json"
     Results.of(str(pruned), pruned).write(output)
     assert Results.of(str(copy), copy).fingerprint == Results.read(output).fingerprint
@@ -79,12 +79,12 @@ def test_another_checkpoint_is_told_apart(pruned, quiz, tmp_path, no_model):
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file, {"format": "pt"})
     no_model()
-    with pytest.raises(CoverageError, match="holds results of another checkpoint"):
+    with pytest.raises(CoverageError, match="has results of another checkpoint"):
         evaluate(str(copy), [], output, local=[quiz])
 
 
 @pytest.mark.parametrize("written", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "tasks": {}}'])
-def test_files_that_are_no_results(tmp_path, written):
+def test_files_without_results(tmp_path, written):
     (tmp_path / "found.json").write_text(written)
     with pytest.raises(CoverageError, match=r"found\.json"):
         Results.read(tmp_path / "found.json")

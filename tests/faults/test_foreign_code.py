@@ -177,13 +177,14 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "
 UNPICKLING_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "pd.read_pickle"}
 # calls by which the package lets transformers open something, and whether they pass trust_remote_code
 OPENED = {
-    "cli/oneshot.py": {
+    "cli/compression.py": {
         "AutoConfig.from_pretrained": True,
         "AutoModelForCausalLM.from_pretrained": True,
         "AutoTokenizer.from_pretrained": True,
     },
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
-    "recovery/run.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
+    "recovery/source.py": {"AutoTokenizer.from_pretrained": True},
+    "recovery/teacher.py": {"AutoModelForCausalLM.from_pretrained": True},
     # the toolkit's description of experts, made from a config
     "modeling/moe_layers.py": {"MoEConfig.from_config": False},
     "checkpoint/model_config.py": {"AutoConfig.from_pretrained": True},

@@ -1,4 +1,4 @@
-"""Experts that a model's own code holds in a list are found, answer as before, and let gradients through."""
+"""Experts that remote code has in a list are found, compute as before, and let gradients through."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_nothing_changes_but_the_container(model):
         find_moe_layers(model)
     before, tensors = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     linearize_expert_lists(model)
-    blocks = find_moe_layers(model)
-    assert [block.name for block in blocks] == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
-    assert all((block.num_experts, block.top_k, set(block.widths)) == (8, 2, {256}) for block in blocks)
+    layers = find_moe_layers(model)
+    assert [layer.name for layer in layers] == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    assert all((layer.num_experts, layer.top_k, set(layer.widths)) == (8, 2, {256}) for layer in layers)
     after = model.state_dict()
     assert tensors.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in tensors.items())
@@ -53,21 +53,21 @@ def test_gradients_reach_the_experts(model):
 def test_router_may_give_weights_first(model):
     before = logits(model)
     linearize_expert_lists(model)
-    for block in find_moe_layers(model):
-        block.router.register_forward_hook(lambda _router, _args, output: (output[1], output[0]))
+    for layer in find_moe_layers(model):
+        layer.router.register_forward_hook(lambda _router, _args, output: (output[1], output[0]))
     torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_with_more_in_it_is_refused(model):
+def test_a_layer_with_another_child_raises(model):
     model.model.layers[1].mlp.norm = torch.nn.LayerNorm(128)
     with pytest.raises(
-        CoverageError, match=r"model.layers.1.mlp \(DeepseekMoE\) holds its experts in a list beside norm"
+        CoverageError, match=r"model.layers.1.mlp \(DeepseekMoE\) has its experts in a list beside norm"
     ):
         linearize_expert_lists(model)
 
 
-def test_a_layer_that_computes_something_else_is_refused(model, monkeypatch):
+def test_a_layer_with_another_output_raises(model, monkeypatch):
     own = DeepseekMoE.forward
     monkeypatch.setattr(DeepseekMoE, "forward", lambda self, hidden_states: 1.1 * own(self, hidden_states))
-    with pytest.raises(CoverageError, match="answers otherwise"):
+    with pytest.raises(CoverageError, match="its output is not the sum"):
         linearize_expert_lists(model)

@@ -1,4 +1,4 @@
-"""Pruning and saving need little memory beside the model, whatever the size of its files."""
+"""Pruning and saving need little memory besides the model, for files of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny import add_tokenizer, token_batches
 
 ROOT = Path(__file__).parents[2]
 
-# In a process of its own, whose peak nobody else has raised; Linux counts it anew after a 5 is written to clear_refs.
+# in a process of its own, because a peak only rises; writing 5 to clear_refs resets it on Linux
 PROGRAM = """
 import gc, json, re, sys
 from pathlib import Path
@@ -53,8 +53,8 @@ model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"](**shape), dtype=to
 linearize_moe(model)
 
 def prune():
-    for block in find_moe_layers(model):
-        prune_layer(block, [torch.arange(width) for width in KEPT])
+    for layer in find_moe_layers(model):
+        prune_layer(layer, [torch.arange(width) for width in KEPT])
 
 found = {"unpruned": sum(parameter.nbytes for parameter in model.parameters()), "pruning": peak(prune)}
 found["layer"] = 3 * sum(KEPT) * 512 * 4
@@ -67,7 +67,7 @@ print(json.dumps(found))
 
 
 def test_peak_is_below_one_layer(tmp_path: Path) -> None:
-    """Case 19: saving elsewhere doubled the memory; ours takes less than one layer. Of one file, see the whole job."""
+    """Case 19: saving must not double the memory; it takes less than one layer. For one file, see the entire job."""
     program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{PROGRAM}"
     command = [sys.executable, "-c", program, str(tmp_path / "out"), "20MB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -81,17 +81,17 @@ def test_peak_is_below_one_layer(tmp_path: Path) -> None:
     assert found["saving"] < found["layer"]
 
 
-# The toolkit's loader patches transformers for good, and what is opened later in its process would suffer.
+# in a process of its own, because the loader patches transformers for all models that are opened later
 OFFLOADED = """
 import sys
 from pathlib import Path
 from compressed_tensors.offload import get_device_map, load_offloaded_model
 from llmcompressor import oneshot
 from llmcompressor.utils.dev import load_context
-from moe_coverage_plugin.modeling.lazy_modules import forget_lazy_modules
+from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from tests.modeling.test_memory import OFFLOAD, job
 from transformers import AutoModelForCausalLM
-forget_lazy_modules()
+unload_image_processors()
 source, out = map(Path, sys.argv[1:])
 for opening, bits in ((load_offloaded_model, 16), (load_context, 4)):
     output = out / f"offloaded_{bits}"
@@ -104,7 +104,7 @@ OFFLOAD = {"device_map": "auto_offload", "max_memory": {"cpu": 1_500_000}}
 
 
 def job(model: Any, output: Path, bits: int) -> None:
-    """The recommended recipe, whole."""
+    """Run the recommended recipe."""
     recipe = recommended_recipe(0.4, block_size=32, scheme="W4A16" if bits == 4 else None)
     oneshot(
         model=model,
@@ -124,10 +124,10 @@ def run_alone(program: str, *arguments: Path) -> None:
 
 
 def test_offloaded_from_shards_is_saved_as_in_memory(tmp_path: Path) -> None:
-    """Case 19: opened by the toolkit's loaders, partly on disk, from a checkpoint in many files."""
-    whole = source(tmp_path / "whole", dtype=torch.float64)
+    """Case 19: opened by the toolkit's loaders, partly on disk, from a checkpoint of many files."""
+    unpruned = source(tmp_path / "unpruned", dtype=torch.float64)
     shards = tmp_path / "shards"
-    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(shards, max_shard_size="500KB")
+    AutoModelForCausalLM.from_pretrained(unpruned).save_pretrained(shards, max_shard_size="500KB")
     add_tokenizer(shards)
     assert len(list(shards.glob("*.safetensors"))) > 3
     for bits in (16, 4):
@@ -151,15 +151,15 @@ def widths(checkpoint: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Six layers of 46 MB in shards, and the bytes of a layer."""
+    """A checkpoint of six layers of 46 MB in shards, and the bytes of a layer."""
     return write_models(tmp_path_factory.mktemp("random"), SMALL, gigabytes=0.3, seed=0)
 
 
 @pytest.mark.parametrize("opening", ["linear", "offloaded"])
-def test_peak_of_a_whole_job(
+def test_peak_of_an_entire_job(
     random_model: tuple[Path, int], tmp_path: Path, opening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case 19: open, score, fit, prune, pack, save; the smaller benchmark, to the benchmark's bar."""
+    """Case 19: open, score, fit, prune, pack, save; the small benchmark, with the limit of the benchmark."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     checkpoint, layer_bytes = random_model
     run = measure(checkpoint, tmp_path, Work(opening, bits=4, tokens=4, seed=0), layer_bytes)

@@ -1,4 +1,4 @@
-"""MoE layers are found in every family under their own names, and what cannot be pruned is refused."""
+"""MoE layers are found in every family under their own names; models that cannot be pruned raise an error."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def test_every_tiny_family_is_listed():
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_blocks_of_a_family(family):
+def test_layers_of_a_family(family):
     experts, width, first, parent, router = SHAPES[family]
     model = linear_model(CONFIGS[family]())
-    blocks = find_moe_layers(model)
-    layers = range(first, model.config.num_hidden_layers)
-    assert [block.name for block in blocks] == [f"model.layers.{layer}.{parent}.experts" for layer in layers]
-    assert uniform_shape(blocks) == (experts, width)
-    for block in blocks:
-        assert block.top_k == 2
-        assert block.experts is model.get_submodule(block.name)
-        assert block.moe is model.get_submodule(block.name.rpartition(".")[0])
-        assert block.router is getattr(block.moe, router)
-        assert [expert_width(mlp) for mlp in block.mlps] == [width] * experts
+    layers = find_moe_layers(model)
+    indices = range(first, model.config.num_hidden_layers)
+    assert [layer.name for layer in layers] == [f"model.layers.{index}.{parent}.experts" for index in indices]
+    assert uniform_shape(layers) == (experts, width)
+    for layer in layers:
+        assert layer.top_k == 2
+        assert layer.experts is model.get_submodule(layer.name)
+        assert layer.moe is model.get_submodule(layer.name.rpartition(".")[0])
+        assert layer.router is getattr(layer.moe, router)
+        assert [expert_width(mlp) for mlp in layer.mlps] == [width] * experts
     has_correction = family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
-    assert bool(correction_biases(blocks[0])) == has_correction
+    assert bool(correction_biases(layers[0])) == has_correction
 
 
-def test_modules_that_no_quantizer_may_touch():
+def test_modules_that_no_quantizer_may_change():
     model = linear_model(CONFIGS["qwen2_moe"](num_hidden_layers=1, moe_intermediate_size=64))
     names = set(linears_that_must_stay(find_moe_layers(model)).values())
     assert {"model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= names
@@ -86,12 +86,12 @@ def test_modules_that_no_quantizer_may_touch():
     ],
 )
 def test_ignore(qwen, ignore, left):
-    names = [block.name for block in find_moe_layers(qwen, ignore)]
+    names = [layer.name for layer in find_moe_layers(qwen, ignore)]
     assert names == [f"model.layers.{i}.mlp.experts" for i in left]
 
 
 @pytest.mark.parametrize("entry", ["model.layers.7", "re:.*layer_1.*", "lm_head", "model.layers.1.mlp.experts.0"])
-def test_ignore_that_matches_no_block_is_refused(qwen, entry):
+def test_ignore_that_matches_no_layer_raises(qwen, entry):
     with pytest.raises(CoverageError, match="matches no MoE layer") as caught:
         find_moe_layers(qwen, ["model.layers.0", entry])
     assert entry in str(caught.value)
@@ -99,45 +99,45 @@ def test_ignore_that_matches_no_block_is_refused(qwen, entry):
 
 def test_ignore_does_not_match_by_prefix_of_a_number():
     model = linear_model(CONFIGS["qwen3_moe"](num_hidden_layers=11, moe_intermediate_size=8, num_experts=2))
-    names = [block.name for block in find_moe_layers(model, ["model.layers.1"])]
+    names = [layer.name for layer in find_moe_layers(model, ["model.layers.1"])]
     assert "model.layers.10.mlp.experts" in names
     assert "model.layers.1.mlp.experts" not in names
 
 
-def test_ignoring_everything_is_refused(qwen):
+def test_ignoring_everything_raises(qwen):
     with pytest.raises(CoverageError, match="leaves none of 3"):
         find_moe_layers(qwen, ["re:.*experts$"])
 
 
-def test_a_dense_model_is_refused():
+def test_a_dense_model_raises():
     config = transformers.LlamaConfig(**COMMON, intermediate_size=64)
     with pytest.raises(CoverageError, match="no mixture-of-experts layer"):
         find_moe_layers(AutoModelForCausalLM.from_config(config))
 
 
-def test_a_family_without_top_k_routing_is_refused():
-    """Case 18: Llama 4 weighs the input of experts, not their output, which our statistics do not know."""
+def test_a_family_without_top_k_routing_raises():
+    """Case 18: Llama 4 multiplies the input of experts by the routing weight, not their output."""
     config = transformers.Llama4TextConfig(
         **COMMON, intermediate_size=64, intermediate_size_mlp=64, num_local_experts=4, head_dim=32
     )
     model = transformers.Llama4ForCausalLM(config)
-    for layer in model.model.layers:
-        # the toolkit wants the config of the whole multimodal model here
-        layer.feed_forward.experts.config = transformers.Llama4Config(text_config=config.to_dict())
+    for decoder_layer in model.model.layers:
+        # the toolkit needs the config of the entire multimodal model here
+        decoder_layer.feed_forward.experts.config = transformers.Llama4Config(text_config=config.to_dict())
     with pytest.raises(CoverageError, match="not supported"):
         find_moe_layers(linearize_moe(model))
 
 
-def test_blocks_of_several_shapes_are_refused(qwen):
+def test_layers_of_several_shapes_raise(qwen):
     from copy import deepcopy
 
     from moe_coverage_plugin.modeling.slicing import prune_layer
 
     model = deepcopy(qwen)
-    blocks = find_moe_layers(model)
-    prune_layer(blocks[1], [torch.arange(32)] * 8)
+    layers = find_moe_layers(model)
+    prune_layer(layers[1], [torch.arange(32)] * 8)
     with pytest.raises(CoverageError, match="differ"):
-        uniform_shape(blocks)
-    prune_layer(blocks[0], [torch.arange(32)] * 8)
-    prune_layer(blocks[2], [torch.arange(32)] * 8)
-    assert uniform_shape(blocks) == (8, 32)
+        uniform_shape(layers)
+    prune_layer(layers[0], [torch.arange(32)] * 8)
+    prune_layer(layers[2], [torch.arange(32)] * 8)
+    assert uniform_shape(layers) == (8, 32)

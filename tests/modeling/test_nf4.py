@@ -1,4 +1,4 @@
-"""4 bits by bitsandbytes, of experts of any width: the answers of the rounded weights, and no byte beyond them."""
+"""4 bits by bitsandbytes for experts of any width: the outputs of the rounded weights, and no byte for padding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def four_bit(model: PreTrainedModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def rounded(path: Path, names: set[str], dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
-    """The 16-bit model, with some of its weights gone through bitsandbytes and back."""
+    """The 16-bit model, with some of its weights quantized by bitsandbytes and dequantized."""
     model = load(path, dtype)
     for name in names:
         linear = model.get_submodule(name)
@@ -58,7 +58,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def aligned_widths(dense: Path) -> Path:
-    """Blocks of 32, some experts gone."""
+    """Blocks of 32, some experts removed."""
     prune(dense, dense.with_name("aligned"))
     return dense.with_name("aligned")
 
@@ -79,9 +79,9 @@ def exact_widths(dense: Path) -> Path:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", ["aligned_widths", "exact_widths"])
-def test_answers_are_those_of_the_rounded_weights(request, widths, dtype, double):
+def test_outputs_are_those_of_the_rounded_weights(request, widths, dtype, double):
     path = request.getfixturevalue(widths)
-    found = {width for block in find_moe_layers(load(path)) for width in block.widths}
+    found = {width for layer in find_moe_layers(load(path)) for width in layer.widths}
     assert any(width % 2 for width in found) if widths == "exact_widths" else 0 in found
     model = load(
         path, dtype, quantization_config=config(bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype)
@@ -93,17 +93,17 @@ def test_answers_are_those_of_the_rounded_weights(request, widths, dtype, double
 
 
 def test_the_other_four_bits(aligned_widths):
-    """What BitsAndBytesConfig takes where no type is named."""
+    """FP4, the default of BitsAndBytesConfig."""
     model = load(aligned_widths, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     expected = logits(rounded(aligned_widths, set(four_bit(model)), quant_type="fp4"))
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
 
 
-def test_every_width_takes_half_a_byte_a_number(exact_widths):
-    """No padding: blocks run on from row to row, and the hidden size is whole blocks."""
+def test_every_width_takes_half_a_byte_per_weight(exact_widths):
+    """No padding: blocks continue in the next row, and the hidden size is a multiple of a block."""
     model = load(exact_widths, quantization_config=config())
-    for block in find_moe_layers(model):
-        for linear in expert_linears(block):
+    for layer in find_moe_layers(model):
+        for linear in expert_linears(layer):
             numbers = linear.in_features * linear.out_features
             assert linear.weight.nbytes == numbers / 2
             assert linear.weight.quant_state.absmax.nbytes == numbers / BLOCK * SCALE_BYTES
@@ -111,8 +111,8 @@ def test_every_width_takes_half_a_byte_a_number(exact_widths):
 
 def test_it_generates(exact_widths):
     model = load(exact_widths, quantization_config=config())
-    answer = model.generate(prompt(), max_new_tokens=4, do_sample=False)
-    assert answer.shape == (2, 16)
+    generated = model.generate(prompt(), max_new_tokens=4, do_sample=False)
+    assert generated.shape == (2, 16)
     assert model.is_loaded_in_4bit
     assert model.config.quantization_config.bnb_4bit_quant_type == "nf4"
     with pytest.raises(ValueError, match="dtype"):
@@ -121,11 +121,11 @@ def test_it_generates(exact_widths):
 
 # a gate of shared experts, a head that is tied, latent attention and a dense layer, and experts with biases
 @pytest.mark.parametrize("family", ["qwen2_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss"])
-def test_all_but_what_routes_and_the_head(tmp_path, family):
+def test_routing_and_the_head_are_not_quantized(tmp_path, family):
     prune(source(tmp_path / "in", family), tmp_path / "out", sparsity=0.2)
-    whole = load(tmp_path / "out")
-    kept = {*linears_that_must_stay(find_moe_layers(whole)).values(), "lm_head"}
-    expected = {name for name, module in whole.named_modules() if type(module) is Linear and name not in kept}
+    dense = load(tmp_path / "out")
+    kept = {*linears_that_must_stay(find_moe_layers(dense)).values(), "lm_head"}
+    expected = {name for name, module in dense.named_modules() if type(module) is Linear and name not in kept}
     model = load(tmp_path / "out", quantization_config=config())
     assert set(four_bit(model)) == expected
     assert any(".experts." in name for name in expected)
@@ -144,7 +144,7 @@ def test_the_caller_may_leave_out_more(aligned_widths):
 
 @torch.no_grad()
 def test_cpus_that_multiply_bfloat16(exact_widths, monkeypatch):
-    """bitsandbytes would pack weights anew in the first forward pass: for few widths, some tokens, nobody to read."""
+    """bitsandbytes would pack weights again in the first forward pass, for some widths only and unreadably."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
     model = load(exact_widths, torch.bfloat16, quantization_config=config())
     layers = four_bit(model).values()
@@ -169,11 +169,11 @@ def test_on_a_card(request, widths):
     assert one_by_one.shape == (2, 16)
 
 
-# --- refusals ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         (BitsAndBytesConfig(load_in_8bit=True), "load_in_8bit"),
         (BitsAndBytesConfig(), "load_in_4bit=True and 'nf4'"),
@@ -183,8 +183,8 @@ def test_on_a_card(request, widths):
     ],
     ids=["8 bits", "nothing", "type", "gptq", "dict"],
 )
-def test_other_quantizations(aligned_widths, given, words):
-    with pytest.raises(CoverageError, match=words):
+def test_other_quantizations(aligned_widths, given, message):
+    with pytest.raises(CoverageError, match=message):
         load(aligned_widths, quantization_config=given)
 
 
@@ -209,7 +209,7 @@ def test_it_is_not_saved_nor_compressed_again(dense, tmp_path):
         model.save_pretrained(tmp_path / "again")
     with pytest.raises(CoverageError, match="pruned already"):
         prune(model, tmp_path / "pruned")
-    # the toolkit's own words
+    # the message is the toolkit's
     with pytest.raises(Exception, match=r"."):
         oneshot(model=model, recipe=[QuantizationModifier(**W4)], output_dir=str(tmp_path / "quantized"))
     assert {path.name for path in tmp_path.iterdir()} == {"uniform"}

@@ -1,4 +1,4 @@
-"""Removed experts are never chosen, and the router is otherwise itself."""
+"""Removed experts are never chosen, and the router is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moe_coverage_plugin.modeling.slicing import remove_expert
 from tests.checkpoint.runs import linear_model, logits
 from tests.tiny import CONFIGS
 
-# per family: experts to remove. Group-limited routers need two live experts in each group.
-DEAD = {family: [0, 3] if family in ("mixtral", "gpt_oss") else [0, 2, 3, 5, 7] for family in CONFIGS}
-DEAD["deepseek_v3"] = [0, 2, 5, 7]
+# experts to remove of each family: group-limited routers need two kept experts in each group
+REMOVED = {family: [0, 3] if family in ("mixtral", "gpt_oss") else [0, 2, 3, 5, 7] for family in CONFIGS}
+REMOVED["deepseek_v3"] = [0, 2, 5, 7]
 
 
 def routing(model, ids=None):
     """The experts chosen for each token and their weights, for each layer, from the model as a whole."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = [
-        block.experts.register_forward_pre_hook(lambda _m, args, name=block.name: seen.update({name: args[1:3]}))
-        for block in find_moe_layers(model)
+        layer.experts.register_forward_pre_hook(lambda _m, args, name=layer.name: seen.update({name: args[1:3]}))
+        for layer in find_moe_layers(model)
     ]
     with torch.no_grad():
         model(torch.arange(2, 402).reshape(4, 100) if ids is None else ids)
@@ -49,42 +49,42 @@ def offload(model):
 def masked_copy(family):
     name, model = family
     masked = deepcopy(model)
-    for block in find_moe_layers(masked):
-        for expert in DEAD[name]:
-            remove_expert(block, expert)
-        mask_router(block)
+    for layer in find_moe_layers(masked):
+        for expert in REMOVED[name]:
+            remove_expert(layer, expert)
+        mask_router(layer)
     return masked
 
 
-def test_dead_experts_are_never_chosen(family):
+def test_removed_experts_are_never_chosen(family):
     name, model = family
     before = routing(model)
-    assert any(int(expert) in DEAD[name] for ids, _ in before.values() for expert in ids.flatten())
+    assert any(int(expert) in REMOVED[name] for ids, _ in before.values() for expert in ids.flatten())
     after = routing(masked_copy(family))
     for ids, weights in after.values():
-        assert not set(ids.flatten().tolist()) & set(DEAD[name])
+        assert not set(ids.flatten().tolist()) & set(REMOVED[name])
         assert torch.isfinite(weights).all()
         assert (weights > 0).all()
 
 
-def test_live_experts_keep_their_logits(family):
+def test_kept_experts_keep_their_logits(family):
     """In the first layer, whose input does not change."""
     name, model = family
     masked = masked_copy(family)
     found = []
     for each in (model, masked):
-        block = find_moe_layers(each)[0]
+        layer = find_moe_layers(each)[0]
         outputs = []
-        handle = block.router.register_forward_hook(lambda _m, _a, out, kept=outputs: kept.append(out))
+        handle = layer.router.register_forward_hook(lambda _m, _a, out, seen=outputs: seen.append(out))
         with torch.no_grad():
             each(torch.arange(2, 42)[None])
         handle.remove()
         found.append(outputs[0])
     experts = find_moe_layers(model)[0].num_experts
-    live = [expert for expert in range(experts) if expert not in DEAD[name]]
+    kept = [expert for expert in range(experts) if expert not in REMOVED[name]]
     # some routers return the logits first, some their softmax over all experts, whose ratios stay
     plain, hidden = (next(t for t in out if t.is_floating_point() and t.shape[-1] == experts) for out in found)
-    plain, hidden = plain[..., live], hidden[..., live]
+    plain, hidden = plain[..., kept], hidden[..., kept]
     if not torch.equal(plain, hidden):
         assert (plain >= 0).all()
         torch.testing.assert_close(hidden / hidden.sum(-1, keepdim=True), plain / plain.sum(-1, keepdim=True))
@@ -100,11 +100,11 @@ def test_masked_logits_are_finite_and_equal_in_a_copy(family):
 
 def test_correction_biases_are_masked_in_the_weights(family):
     name, _ = family
-    for block in find_moe_layers(masked_copy(family)):
-        for module, attribute in correction_biases(block):
+    for layer in find_moe_layers(masked_copy(family)):
+        for module, attribute in correction_biases(layer):
             flat = getattr(module, attribute).flatten()
-            assert (flat[DEAD[name]] == float("-inf")).all()
-            assert torch.isfinite(flat).sum() == block.num_experts - len(DEAD[name])
+            assert (flat[REMOVED[name]] == float("-inf")).all()
+            assert torch.isfinite(flat).sum() == layer.num_experts - len(REMOVED[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss", "granitemoe"])
@@ -113,12 +113,12 @@ def test_offloaded_modules(name):
     reference = logits(masked_copy((name, model)))
     offloaded = deepcopy(model)
     offload(offloaded)
-    for block in find_moe_layers(offloaded):
-        for expert in DEAD[name]:
-            remove_expert(block, expert)
-        mask_router(block)
+    for layer in find_moe_layers(offloaded):
+        for expert in REMOVED[name]:
+            remove_expert(layer, expert)
+        mask_router(layer)
     for ids, _ in routing(offloaded).values():
-        assert not set(ids.flatten().tolist()) & set(DEAD[name])
+        assert not set(ids.flatten().tolist()) & set(REMOVED[name])
     torch.testing.assert_close(logits(offloaded), reference, rtol=1e-5, atol=1e-5)
 
 
@@ -131,13 +131,13 @@ def test_masked_before_it_is_offloaded():
 
 def test_an_error_inside_the_router_leaves_no_mode_behind():
     model = linear_model("qwen3_moe")
-    block = find_moe_layers(model)[0]
-    remove_expert(block, 1)
-    mask_router(block)
+    layer = find_moe_layers(model)[0]
+    remove_expert(layer, 1)
+    mask_router(layer)
     reference = logits(model)
     for wrong in (torch.randn(3, 5), torch.randn(2, 3, 77)):
         with pytest.raises(RuntimeError):
-            block.router(wrong)
+            layer.router(wrong)
         assert _get_current_function_mode() is None
     assert torch.equal(logits(model), reference)
     # the mask must not leak into other linear maps of the same width
@@ -146,14 +146,14 @@ def test_an_error_inside_the_router_leaves_no_mode_behind():
 
 def test_an_error_in_an_earlier_hook_leaves_no_mode_behind():
     model = linear_model("qwen3_moe")
-    block = find_moe_layers(model)[0]
-    remove_expert(block, 1)
-    mask_router(block)
+    layer = find_moe_layers(model)[0]
+    remove_expert(layer, 1)
+    mask_router(layer)
 
     def fail(_module, _args):
         raise ValueError("someone else's hook")
 
-    handle = block.router.register_forward_pre_hook(fail)
+    handle = layer.router.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="someone else"):
         logits(model)
     handle.remove()
@@ -161,33 +161,137 @@ def test_an_error_in_an_earlier_hook_leaves_no_mode_behind():
     assert torch.isfinite(logits(model)).all()
 
 
-def test_a_router_shrunk_afterwards_is_refused():
+def test_a_router_that_lost_outputs_afterwards_raises():
     model = linear_model("qwen3_moe")
-    block = find_moe_layers(model)[0]
-    remove_expert(block, 1)
-    mask_router(block)
-    router = block.router
+    layer = find_moe_layers(model)[0]
+    remove_expert(layer, 1)
+    mask_router(layer)
+    router = layer.router
     router.weight = torch.nn.Parameter(router.weight[2:].detach())
     with pytest.raises(CoverageError, match=r"6 outputs but 8 experts .* before pruning channels"):
         logits(model)
     assert _get_current_function_mode() is None
 
 
-def test_a_block_that_lost_none_is_left_alone():
+def test_a_layer_without_removed_experts_is_unchanged():
     model = linear_model("qwen3_moe")
-    block = find_moe_layers(model)[0]
-    mask_router(block)
-    assert not block.router._forward_hooks
-    assert not block.router._forward_pre_hooks
+    layer = find_moe_layers(model)[0]
+    mask_router(layer)
+    assert not layer.router._forward_hooks
+    assert not layer.router._forward_pre_hooks
 
 
 def test_gradients_pass_through_the_mask():
     model = linear_model("qwen3_moe")
-    block = find_moe_layers(model)[0]
-    remove_expert(block, 1)
-    mask_router(block)
+    layer = find_moe_layers(model)[0]
+    remove_expert(layer, 1)
+    mask_router(layer)
     model(torch.arange(2, 42)[None]).logits.square().mean().backward()
-    gradient_EH = block.router.weight.grad
+    gradient_EH = layer.router.weight.grad
     assert torch.isfinite(gradient_EH).all()
     assert not gradient_EH[1].any()
     assert gradient_EH[0].any()
+
+
+class OwnRouter(torch.nn.Module):
+    """A router as code beside a checkpoint may write it: its product by any function, its weight either way round."""
+
+    def __init__(self, router: torch.nn.Module, product: str):
+        super().__init__()
+        self.weight = torch.nn.Parameter(router.weight.detach().clone())
+        self.weight_HE = torch.nn.Parameter(router.weight.detach().T.contiguous())
+        self.product, self.top_k = product, router.top_k
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits_TE = PRODUCTS[self.product](x_TH, self)
+        weights_TK, ids_TK = torch.topk(logits_TE.softmax(-1), self.top_k, dim=-1)
+        return logits_TE, weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
+
+
+PRODUCTS = {
+    "F.linear": lambda x, router: torch.nn.functional.linear(x, router.weight),
+    "@": lambda x, router: x @ router.weight.T,
+    "@ with [H, E]": lambda x, router: x @ router.weight_HE,
+    "matmul": lambda x, router: torch.matmul(x, router.weight_HE),
+    "einsum": lambda x, router: torch.einsum("th,eh->te", x, router.weight),
+    "mm": lambda x, router: x.mm(router.weight_HE),
+    "addmm": lambda x, router: torch.addmm(torch.zeros(len(router.weight)), x, router.weight_HE),
+    "multiply and add": lambda x, router: (x[:, None] * router.weight).sum(-1),
+    "transposed": lambda x, router: (router.weight @ x.T).T,
+    "masked, then replaced": lambda x, router: (x @ router.weight_HE).nan_to_num(neginf=1e9),
+}
+UNMASKABLE = {
+    "multiply and add": "computes its logits by none of linear, matmul, mm, addmm and einsum",
+    "transposed": "[0-9]+ outputs but 8 experts",
+    "masked, then replaced": "chooses removed experts although their logits are -inf",
+}
+
+
+def with_own_router(product: str):
+    """A model whose first MoE layer has such a router and lost two experts."""
+    model = linear_model("qwen3_moe")
+    layer = find_moe_layers(model)[0]
+    layer.moe.gate = OwnRouter(layer.router, product)
+    layer = find_moe_layers(model)[0]
+    for expert in (1, 6):
+        remove_expert(layer, expert)
+    return model, layer
+
+
+@pytest.mark.parametrize("product", [name for name in PRODUCTS if name not in UNMASKABLE])
+def test_a_router_of_another_product_is_masked(product):
+    model, layer = with_own_router(product)
+    before = layer.router(torch.randn(50, 128))[2]
+    assert torch.isin(before, torch.tensor([1, 6])).any()
+    mask_router(layer)
+    ids, weights = routing(model)[layer.name]
+    assert not torch.isin(ids, torch.tensor([1, 6])).any()
+    assert torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("product", UNMASKABLE)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_router_that_cannot_be_masked_raises_at_once(product, offloaded):
+    """Without the check the mask would do nothing, and tokens would be sent to experts that are not there."""
+    model, layer = with_own_router(product)
+    if offloaded:
+        offload(model)
+    with pytest.raises(CoverageError, match=UNMASKABLE[product]):
+        mask_router(layer)
+    assert not layer.router._forward_hooks
+    assert not layer.router._forward_pre_hooks
+    assert _get_current_function_mode() is None
+
+
+def test_a_router_without_values_is_checked_when_it_runs():
+    _, layer = with_own_router("multiply and add")
+    layer.router.to("meta")
+    mask_router(layer)
+    with pytest.raises(CoverageError, match="computes its logits by none"):
+        layer.router(torch.randn(3, 128, device="meta"))
+
+
+def test_the_check_changes_neither_the_random_state_nor_the_mode(log):
+    _, layer = with_own_router("@")
+    layer.router.train()
+    log.clear()
+    state = torch.get_rng_state()
+    mask_router(layer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert layer.router.training
+    assert not log
+
+
+def test_a_router_that_cannot_be_run_alone_is_reported(log):
+    _, layer = with_own_router("@")
+    layer.router.forward = lambda *, position_ids: position_ids
+    mask_router(layer)
+    assert any("could not be run to check its mask" in message for message in log)
+
+
+def test_a_table_of_token_ids_raises():
+    _, layer = with_own_router("@")
+    layer.router.tid2eid = torch.zeros(512, 2, dtype=torch.int64)
+    with pytest.raises(CoverageError, match="table of token ids, so 2 removed experts cannot be masked"):
+        mask_router(layer)

@@ -120,7 +120,7 @@ def test_reap_before_pruning_equals_two_runs(source: Path):
 def test_reap_in_a_later_run_stops_if_experts_were_removed(source: Path, tmp_path: Path):
     pruned = compress(source, pruning(0.6))
     assert any(0 in layer for layer in widths(pruned))
-    with pytest.raises(CoverageError, match=r"remove whole experts \(REAP\) before pruning channels"):
+    with pytest.raises(CoverageError, match=r"remove entire experts \(REAP\) before pruning channels"):
         compress(pruned, REAPPruningModifier(sparsity=0.25), output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Tiny pruned checkpoints, and text that a model can learn in a few steps."""
+"""Tiny pruned checkpoints, and text that a model learns in a few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pruned(original: Path) -> Path:
-    """Ragged, blocks of 32, half of the channels and some whole experts removed."""
+    """Ragged, in blocks of 32, with half of the channels and some entire experts removed."""
     prune(original, original.with_name("pruned"), sparsity=0.5)
     return original.with_name("pruned")
 

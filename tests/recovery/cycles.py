@@ -1,4 +1,4 @@
-"""Text whose next token mostly follows from the last one."""
+"""Text whose next token mostly depends on the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasets import Dataset
 from tests.tiny import VOCAB
 
 LENGTH = 32
-# rates that a handful of steps suffices for
+# learning rates for a few steps
 FAST: dict[str, Any] = {
     "sequence_length": LENGTH,
     "batch_size": 4,
@@ -24,7 +24,7 @@ FAST: dict[str, Any] = {
 
 
 def cycles(seed: int, windows: int = 40) -> Dataset:
-    """Token ids that walk along one cycle through a part of the vocabulary, now and then from a new place on."""
+    """Token ids that follow a cycle through a part of the vocabulary, with a jump to a random place now and then."""
     follower = torch.randperm(60, generator=torch.Generator().manual_seed(0)) + 2
     generator = torch.Generator().manual_seed(seed)
     rows = []

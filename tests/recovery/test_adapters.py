@@ -1,4 +1,4 @@
-"""Adapters: neutral at first, computed as peft computes them, merged into what they were."""
+"""Adapters change nothing at first, compute what peft computes, and merge into plain linear layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_coverage_plugin.recovery.adapters import Adapters, attach, router_modul
 from moe_coverage_plugin.recovery.experts import can_be_grouped, grouped_experts
 from tests.checkpoint.runs import aligned, linear_model, logits, prompt
 
-# a rank that is no multiple of eight
+# a rank that is not a multiple of eight
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
 
@@ -63,27 +63,27 @@ def test_adapters_change_nothing_at_first(pruned, dtype):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
-def test_all_at_once_is_what_peft_computes(family):
+def test_grouped_adapters_compute_what_peft_does(family):
     """Unequal widths, removed experts, a rank that is padded; experts with biases keep the toolkit's loop."""
     model = linear_model(family)
-    for block in find_moe_layers(model):
-        kept = [torch.arange(block.widths[e] - 28 * e) for e in range(block.num_experts)]
-        prune_layer(block, [kept_N if e != 1 else kept_N[:0] for e, kept_N in enumerate(kept)])
-        mask_router(block)
+    for layer in find_moe_layers(model):
+        kept = [torch.arange(layer.widths[e] - 28 * e) for e in range(layer.num_experts)]
+        prune_layer(layer, [kept_N if e != 1 else kept_N[:0] for e, kept_N in enumerate(kept)])
+        mask_router(layer)
     adapters = attach(aligned(model), OPTIONS)
-    assert [can_be_grouped(block) for block in adapters.blocks] == [family != "gpt_oss"] * len(adapters.blocks)
+    assert [can_be_grouped(layer) for layer in adapters.layers] == [family != "gpt_oss"] * len(adapters.layers)
     disturb(adapters)
     expected, slopes = logits(model), gradients(model, adapters)
     with grouped_experts(adapters.adapted):
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
         for name, gradient in gradients(model, adapters).items():
             torch.testing.assert_close(gradient, slopes[name], rtol=1e-3, atol=1e-5, msg=name)
-    # peft's layers go on to work on weights that lie in the padded storage
+    # peft's layers still work with weights that are views of the padded storage
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_merged_is_unmerged(model):
-    widths = [block.widths for block in find_moe_layers(model)]
+    widths = [layer.widths for layer in find_moe_layers(model)]
     before = logits(model)
     adapters = attach(model, OPTIONS)
     disturb(adapters)
@@ -92,34 +92,34 @@ def test_merged_is_unmerged(model):
     assert not torch.allclose(expected, before, atol=1e-2)
     adapters.merge()
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    assert [block.widths for block in find_moe_layers(model)] == widths
-    for block in find_moe_layers(model):
-        assert all(type(linear) is Linear and linear.weight.is_contiguous() for linear in expert_linears(block))
-        assert not hasattr(block.experts, "peft_config")
+    assert [layer.widths for layer in find_moe_layers(model)] == widths
+    for layer in find_moe_layers(model):
+        assert all(type(linear) is Linear and linear.weight.is_contiguous() for linear in expert_linears(layer))
+        assert not hasattr(layer.experts, "peft_config")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_removed_expert_is_never_chosen(model):
     adapters = attach(model, OPTIONS)
-    dead = [(block, [e for e, width in enumerate(block.widths) if not width]) for block in adapters.blocks]
-    assert any(experts for _, experts in dead)
+    removed = [(layer, [e for e, width in enumerate(layer.widths) if not width]) for layer in adapters.layers]
+    assert any(experts for _, experts in removed)
     with torch.no_grad():
         # as if training had made removed experts the most likely ones
-        for block, experts in dead:
-            router_module(block).parametrizations.weight[0].b_ER[experts] = 100.0
+        for layer, experts in removed:
+            router_module(layer).parametrizations.weight[0].b_ER[experts] = 100.0
     chosen: dict[str, Tensor] = {}
-    for block, _ in dead:
-        block.experts.register_forward_pre_hook(lambda _module, args, name=block.name: chosen.update({name: args[1]}))
+    for layer, _ in removed:
+        layer.experts.register_forward_pre_hook(lambda _module, args, name=layer.name: chosen.update({name: args[1]}))
     with grouped_experts(adapters.adapted):
         logits(model)
-        assert not any(set(experts) & set(chosen[block.name].unique().tolist()) for block, experts in dead)
+        assert not any(set(experts) & set(chosen[layer.name].unique().tolist()) for layer, experts in removed)
     adapters.merge()
     logits(model)
-    assert not any(set(experts) & set(chosen[block.name].unique().tolist()) for block, experts in dead)
+    assert not any(set(experts) & set(chosen[layer.name].unique().tolist()) for layer, experts in removed)
 
 
 def test_channels_that_are_zero_stay_zero(model):
-    """No magnitude, no direction: a division of nothing by nothing would spread over the whole model."""
+    """Their magnitude and norm are zero, and 0 / 0 would spread over the model."""
     linear = expert_linears(find_moe_layers(model)[0])[0]
     with torch.no_grad():
         linear.weight[3] = 0
@@ -134,32 +134,32 @@ def test_channels_that_are_zero_stay_zero(model):
 
 
 def test_storage_is_that_of_the_weights(model):
-    """Weights are not held twice while they are trained."""
+    """The weights are views of the padded storage, so they take memory once."""
     adapters = attach(copy.deepcopy(model), OPTIONS)
     with grouped_experts(adapters.adapted):
-        for block in adapters.adapted:
+        for layer in adapters.adapted:
             storages = {
-                linear.get_base_layer().weight.untyped_storage().data_ptr() for linear in expert_linears(block)
+                linear.get_base_layer().weight.untyped_storage().data_ptr() for linear in expert_linears(layer)
             }
             assert len(storages) == 3
 
 
 def test_an_expert_without_tokens_learns_nothing(model):
-    """Kernels may leave its gradient as it was in memory."""
+    """Kernels may leave its gradient uninitialized."""
     adapters = attach(model, OPTIONS)
     disturb(adapters)
     seen: dict[str, set[int]] = {}
-    for block in adapters.blocks:
-        block.experts.register_forward_pre_hook(
-            lambda _module, args, name=block.name: seen.update({name: set(args[1].unique().tolist())})
+    for layer in adapters.layers:
+        layer.experts.register_forward_pre_hook(
+            lambda _module, args, name=layer.name: seen.update({name: set(args[1].unique().tolist())})
         )
     with grouped_experts(adapters.adapted):
         model(input_ids=prompt()[:1, :2], labels=prompt()[:1, :2]).loss.backward()
     unseen = [
         parameter.grad
         for name, parameter in adapters.experts.items()
-        for block, experts in seen.items()
-        if name.startswith(f"{block}.") and int(name.removeprefix(f"{block}.").split(".")[0]) not in experts
+        for layer, experts in seen.items()
+        if name.startswith(f"{layer}.") and int(name.removeprefix(f"{layer}.").split(".")[0]) not in experts
     ]
     assert unseen
     assert not any(gradient is not None and gradient.any() for gradient in unseen)

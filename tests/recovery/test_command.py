@@ -1,29 +1,26 @@
-"""``moe-coverage finetune``: what it offers is what the function takes, and a missing peft is told."""
+"""``moe-coverage finetune``: options of the function, and errors in one line."""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 
 import pytest
 
 from moe_coverage_plugin.cli import main
-from moe_coverage_plugin.cli.finetune import OPTIONS
+from moe_coverage_plugin.cli.finetune import add_finetune
 from moe_coverage_plugin.recovery import RecoveryOptions
 from tests.recovery.cycles import FAST
 
 
-def test_options_and_defaults_are_those_of_the_function():
-    offered = {
-        name.replace("-", "_"): (kind, default) for group in OPTIONS.values() for name, kind, default, _ in group
-    }
-    fields = RecoveryOptions.model_fields
-    assert offered.keys() | {"mode", "checkpointing", "dtype", "nf4"} == fields.keys()
-    for name, (kind, default) in offered.items():
-        assert fields[name].default == default
-        assert fields[name].annotation in (kind, kind | None)
+def test_every_option_of_the_function_is_a_flag():
+    command = ArgumentParser()
+    add_finetune(command)
+    flags = {action.dest for action in command._actions}
+    assert RecoveryOptions.model_fields.keys() <= flags
 
 
-def test_a_missing_peft_is_told(pruned, tmp_path, monkeypatch, capsys):
+def test_a_missing_peft(pruned, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)
     (tmp_path / "text.txt").write_text("w5 " * 200)
     status = main(["finetune", str(pruned), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")])
@@ -40,10 +37,18 @@ def test_values_out_of_range(pruned, tmp_path, capsys, option):
     (tmp_path / "text.txt").write_text("w5 " * 200)
     files = [str(pruned), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
     assert main(["finetune", *files, *option]) == 2
-    assert option[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+    assert f"moe-coverage: {option[0]} {option[1]}" in capsys.readouterr().err
 
 
-def test_a_run_says_what_it_brought(pruned, tmp_path, capsys):
+@pytest.mark.parametrize("wrong", ["checkpoint", "teacher"])
+def test_a_wrong_path_is_found_before_anything_is_imported(pruned, tmp_path, capsys, wrong):
+    files = ["--text", "absent.txt", "--output", str(tmp_path / "out")]
+    checkpoint = str(tmp_path / "absent") if wrong == "checkpoint" else str(pruned)
+    assert main(["finetune", checkpoint, *files, "--teacher", str(tmp_path / "absent")]) == 2
+    assert f"{tmp_path / 'absent'} is not a model directory" in capsys.readouterr().err
+
+
+def test_a_run_prints_the_loss_before_and_after(pruned, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(f"w{2 + i % 50}" for i in range(2000)))
     options = [
         part for name, value in (FAST | {"steps": 2}).items() for part in (f"--{name.replace('_', '-')}", str(value))

@@ -1,4 +1,4 @@
-"""Two real ranks come to what one comes to that accumulates as much."""
+"""Two ranks give the same result as one rank that accumulates twice as many batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ torch.set_num_threads(1)
 from tests.recovery.cycles import cycles
 from moe_coverage_plugin import RecoveryOptions, finetune
 done = finetune(sys.argv[1], cycles(seed=1), sys.argv[2], RecoveryOptions(**eval(sys.argv[3])))
-# in one piece: both ranks write to one pipe
+# in one write, because both ranks share a pipe
 sys.stdout.write(f"writes {done.writes} {done.before} {done.after}\\n")
 """
 
 
-def test_two_ranks_are_one_that_accumulates(pruned, text, tmp_path):
+def test_two_ranks_equal_one_that_accumulates(pruned, text, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # cards are for the tests of cards
+        # GPUs are tested elsewhere
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [*TORCHRUN, tmp_path / "program.py", pruned, tmp_path / "two", repr(VALUES)]
@@ -44,10 +44,10 @@ def test_two_ranks_are_one_that_accumulates(pruned, text, tmp_path):
     finetune(pruned, text, tmp_path / "one", RecoveryOptions(**VALUES | {"accumulation": 2}))
     before, one, two = tensors(pruned), tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, tensor in one.items():
-        # AdamW's first steps turn the sign of tiny gradients into whole steps, so sums in another order may show
+        # AdamW's first steps depend on the signs of tiny gradients, so another order of sums can be visible
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
     moved = [name for name, tensor in before.items() if float((one[name] - tensor).abs().max()) > 1e-2]
-    assert moved, "training must move weights by more than is allowed between the two"
+    assert moved, "training must change weights by more than the tolerance above"
     manifest = Manifest.from_checkpoint(tmp_path / "two")
     assert manifest is not None
     assert manifest.provenance["recovery"][0]["ranks"] == 2

@@ -1,4 +1,4 @@
-"""Whole fine-tunings of tiny pruned checkpoints: what they change, what they must not, and what they refuse."""
+"""Complete fine-tunings of tiny pruned checkpoints: what they change, what they must not change, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unseen_loss(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def divergence(teacher: Path, student: Path) -> float:
-    """Of unseen text, nats per token."""
+    """KL divergence of the student from the teacher on unseen text, nats per token."""
     models = (AutoModelForCausalLM.from_pretrained(teacher).eval(), load(student))
     first, second = (torch.log_softmax(model(unseen()).logits, -1) for model in models)
     return float((first.exp() * (first - second)).sum(-1).mean())
@@ -51,19 +51,19 @@ def recovered(pruned: Path, text: Dataset, tmp_path_factory: pytest.TempPathFact
     output = tmp_path_factory.mktemp("recovered") / "out"
     state = torch.get_rng_state()
     done = finetune(pruned, text, output, RecoveryOptions(**FAST))
-    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers go on as they were"
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random state must not change"
     return output, done
 
 
-def test_text_that_nobody_trained_on_is_predicted_better(pruned, recovered):
+def test_the_loss_of_unseen_text_falls(pruned, recovered):
     output, done = recovered
     assert done.after < done.before
     before, after = unseen_loss(load(pruned)), unseen_loss(load(output))
-    # how much is little compared with what is measured on a trained model; that it generalises is the point
+    # the model is random, so the size of the difference says little; that it generalizes is tested
     assert after < before - 0.2
 
 
-def test_the_written_checkpoint_is_the_one_that_was_measured(recovered, text):
+def test_the_written_checkpoint_has_the_measured_loss(recovered, text):
     output, done = recovered
     held_out_WS = pack(text, None, "text", LENGTH).ids_WS[-8:]
     assert held_out_loss(aligned(load(output)), held_out_WS, 4, ALONE) == pytest.approx(done.after, abs=1e-6)
@@ -77,7 +77,7 @@ def test_the_written_checkpoint_is_the_one_that_was_measured(recovered, text):
 
 def test_rates_rise_and_fall(recovered):
     rates = [point["rate"] for point in recovered[1].points if "rate" in point]
-    # 0.1 of 8 steps is one step
+    # a warm-up of 0.1 of 8 steps is one step
     assert rates == pytest.approx([1, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
 
 
@@ -91,22 +91,22 @@ def test_only_experts_and_routers_change(pruned, recovered):
     assert changed == trained
 
 
-def test_the_manifest_stays_and_tells_of_it(pruned, recovered, text):
+def test_the_manifest_is_kept_with_a_record_of_the_run(pruned, recovered, text):
     old, new = Manifest.from_checkpoint(pruned), Manifest.from_checkpoint(recovered[0])
     assert old is not None
     assert new is not None
-    assert any(old.removed_experts.values()), "a dead expert must be among them"
+    assert any(old.removed_experts.values()), "a removed expert must be among them"
     assert (new.widths, new.layout, new.block_size, new.intermediate_size) == (
         old.widths,
         old.layout,
         old.block_size,
         old.intermediate_size,
     )
-    (told,) = new.provenance.pop("recovery")
+    (run_record,) = new.provenance.pop("recovery")
     assert new.provenance == old.provenance
-    assert told["steps"] == 8
-    assert told["options"]["expert_lr"] == FAST["expert_lr"]
-    assert told["versions"]["peft"]
+    assert run_record["steps"] == 8
+    assert run_record["options"]["expert_lr"] == FAST["expert_lr"]
+    assert run_record["versions"]["peft"]
     report = json.loads((recovered[0] / REPORT_NAME).read_text())
     assert report.pop("recovery")[0]["held_out_loss"] == [recovered[1].before, recovered[1].after]
     assert report == json.loads((pruned / REPORT_NAME).read_text())
@@ -115,8 +115,8 @@ def test_the_manifest_stays_and_tells_of_it(pruned, recovered, text):
     assert not recovered[0].with_name("out.work").exists()
 
 
-def test_what_was_recovered_can_be_quantized(recovered, tmp_path):
-    """The road to serving: fine-tuned, quantized, opened again."""
+def test_the_result_can_be_quantized(recovered, tmp_path):
+    """The way to serving: fine-tune, quantize, open."""
     loaded = load(recovered[0])
     tuned = logits(loaded)
     oneshot(model=loaded, recipe=[QuantizationModifier(**W4)], output_dir=str(tmp_path / "q4"))
@@ -130,7 +130,7 @@ def test_what_was_recovered_can_be_quantized(recovered, tmp_path):
     assert not torch.equal(logits(four_bits), tuned)
 
 
-def test_four_bit_weights_are_decompressed_and_come_out_in_sixteen(four_bits, text, tmp_path, fast, log):
+def test_four_bit_weights_are_decompressed_and_written_in_16_bit(four_bits, text, tmp_path, fast, log):
     finetune(four_bits, text, tmp_path / "out", fast)
     assert any("result is a 16-bit checkpoint, to be quantized again" in message for message in log)
     assert config_json(tmp_path / "out")["quantization_config"]["config_groups"] == {}
@@ -140,11 +140,11 @@ def test_four_bit_weights_are_decompressed_and_come_out_in_sixteen(four_bits, te
     assert torch.equal(frozen, before.get_parameter("model.layers.0.self_attn.q_proj.weight"))
 
 
-def test_twice(recovered, text, tmp_path, fast):
+def test_a_second_run_is_recorded_after_the_first(recovered, text, tmp_path, fast):
     finetune(recovered[0], text, tmp_path / "out", fast.model_copy(update={"steps": 2}))
     manifest = Manifest.from_checkpoint(tmp_path / "out")
     assert manifest is not None
-    assert [told["steps"] for told in manifest.provenance["recovery"]] == [8, 2]
+    assert [each["steps"] for each in manifest.provenance["recovery"]] == [8, 2]
 
 
 def test_router_mode_changes_routers_only(pruned, original, text, tmp_path, fast):
@@ -157,23 +157,23 @@ def test_router_mode_changes_routers_only(pruned, original, text, tmp_path, fast
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_distillation_comes_closer_to_the_teacher(pruned, original, text, tmp_path, fast, temperature):
+def test_distillation_reduces_the_divergence_from_the_teacher(pruned, original, text, tmp_path, fast, temperature):
     options = fast.model_copy(update={"temperature": temperature, "batch_size": 8})
     done = finetune(pruned, text, tmp_path / "out", options, teacher=original)
     assert divergence(original, tmp_path / "out") < 0.95 * divergence(original, pruned)
     assert all(point["divergence"] > 0 for point in done.points if "train" in point)
 
 
-def test_activations_computed_twice_give_the_same_bits(pruned, text, tmp_path, fast):
-    """Also with terms of the loss that are taken from inside the layers."""
-    for name, checkpointing in (("kept", False), ("twice", True)):
+def test_checkpointing_gives_the_same_bits(pruned, text, tmp_path, fast):
+    """Also with the balance loss, whose terms are recorded inside the layers."""
+    for name, checkpointing in (("kept", False), ("again", True)):
         options = fast.model_copy(update={"steps": 3, "balance": 0.1, "checkpointing": checkpointing})
         finetune(pruned, text, tmp_path / name, options)
-    first, second = tensors(tmp_path / "kept"), tensors(tmp_path / "twice")
+    first, second = tensors(tmp_path / "kept"), tensors(tmp_path / "again")
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def test_a_balanced_load_is_worth_something(pruned, text, tmp_path, fast):
+def test_the_balance_loss_evens_out_the_load(pruned, text, tmp_path, fast):
     ends = []
     for balance in (1e-9, 10.0):
         done = finetune(
@@ -192,54 +192,56 @@ def test_families(family, text, tmp_path, fast):
     assert unseen_loss(load(tmp_path / "out")) < unseen_loss(load(tmp_path / "pruned"))
 
 
-# --- refusals ---
+# --- errors ---
 
 
-def refuse(tmp_path: Path, checkpoint: Path, text: Any, options: RecoveryOptions, **more: Any) -> str:
+def error_of(tmp_path: Path, checkpoint: Path, text: Any, options: RecoveryOptions, **more: Any) -> str:
     output = more.pop("output", tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CoverageError) as caught:
         finetune(checkpoint, text, output, options, **more)
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+    assert sorted(tmp_path.rglob("*")) == before, "no file may be left"
     message = str(caught.value)
     assert "\n" not in message
     assert not re.search(r"\w\. ", message), "one sentence"
     return message
 
 
-def test_text_that_is_not_there(pruned, fast, tmp_path):
-    assert "absent.txt is no file" in refuse(tmp_path, pruned, [tmp_path / "absent.txt"], fast)
-    assert "0 files" in refuse(tmp_path, pruned, [], fast)
+def test_text_that_does_not_exist(pruned, fast, tmp_path):
+    assert "absent.txt is not a file" in error_of(tmp_path, pruned, [tmp_path / "absent.txt"], fast)
+    assert "0 files" in error_of(tmp_path, pruned, [], fast)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("empty.txt", b"", "holds 0 tokens and a window has 32"),
-        ("short.txt", b"w5 w6", "and a window has 32: give more text"),
-        ("one.txt", b"w5 " * 40, "holds 1 windows"),
+        ("empty.txt", b"", "has 0 tokens, fewer than one window of 32"),
+        ("short.txt", b"w5 w6", "fewer than one window of 32: give more text"),
+        ("one.txt", b"w5 " * 40, "has 1 windows"),
         ("latin.txt", b"\xff\xfe w5", "give UTF-8"),
-        ("broken.jsonl", b'{"text": "w5"}\n{"text', r"line 2 is no JSON"),
+        ("broken.jsonl", b'{"text": "w5"}\n{"text', "cannot be read as json"),
+        ("chat.jsonl", b'{"messages": [{"role": "user", "content": "w5"}]}', "tokenizer.apply_chat_template"),
+        ("number.jsonl", b'{"text": 5}', "has a value in 'text' that is not text"),
         ("other.jsonl", b'{"body": "w5"}', "no text in 'text'"),
-        ("list.jsonl", b"[1]", "no text in 'text'"),
+        ("list.jsonl", b"[1]", "has a value in 'text' that is not text"),
     ],
 )
-def test_text_that_will_not_do(pruned, fast, tmp_path, name, content, words):
+def test_text_that_cannot_be_used(pruned, fast, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    assert words in refuse(tmp_path, pruned, [tmp_path / name], fast)
+    assert words in error_of(tmp_path, pruned, [tmp_path / name], fast)
 
 
 def test_an_unpruned_or_padded_checkpoint(original, text, fast, tmp_path):
-    assert "is no pruned checkpoint" in refuse(tmp_path, original, text, fast)
-    assert "is no pruned checkpoint" in refuse(tmp_path, tmp_path / "nowhere", text, fast)
+    assert "is not a pruned checkpoint" in error_of(tmp_path, original, text, fast)
+    assert "is not a pruned checkpoint" in error_of(tmp_path, tmp_path / "nowhere", text, fast)
     prune(original, tmp_path / "padded", "padded")
-    assert "layout 'padded'" in refuse(tmp_path, tmp_path / "padded", text, fast)
+    assert "layout 'padded'" in error_of(tmp_path, tmp_path / "padded", text, fast)
 
 
 def test_an_output_that_exists(pruned, text, fast, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
-    assert "exists and is not empty" in refuse(tmp_path, pruned, text, fast)
+    assert "exists and is not empty" in error_of(tmp_path, pruned, text, fast)
 
 
 @pytest.fixture
@@ -248,23 +250,23 @@ def no_training(monkeypatch):
 
 
 def test_work_and_output_that_cannot_be_written(pruned, text, fast, tmp_path, monkeypatch, no_training):
-    """Also by root, who may write where nothing can be."""
+    """Also by root, which ignores permissions."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(run, "load", lambda *_: pytest.fail("the model was opened"))
     for place in (Path("/proc/out"), tmp_path / "file" / "deep"):
-        assert "cannot be created" in refuse(tmp_path, pruned, text, fast, output=place)
-        assert "cannot be created" in refuse(tmp_path, pruned, text, fast, work=place)
-    assert "cannot be created" in refuse(tmp_path, pruned, text, fast, work=tmp_path / "file")
+        assert "cannot be created" in error_of(tmp_path, pruned, text, fast, output=place)
+        assert "cannot be created" in error_of(tmp_path, pruned, text, fast, work=place)
+    assert "cannot be created" in error_of(tmp_path, pruned, text, fast, work=tmp_path / "file")
 
 
-@pytest.mark.parametrize("held", [{}, {"nf4": True}, {"dtype": "bfloat16"}], ids=["whole", "nf4", "halved"])
+@pytest.mark.parametrize("held", [{}, {"nf4": True}, {"dtype": "bfloat16"}], ids=["float32", "nf4", "bfloat16"])
 def test_too_little_disk_for_the_result(pruned, text, fast, tmp_path, monkeypatch, no_training, held):
-    """It takes what the checkpoint that is read takes, in whatever form the weights are held meanwhile."""
+    """It needs the space of the checkpoint that is read, whatever form the weights have in memory."""
     stored = sum(tensor.nbytes for tensor in tensors(pruned).values()) // (2 if "dtype" in held else 1)
     options = fast.model_copy(update=held)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(0.99 * stored)))
-    assert "GiB free: make room" in refuse(tmp_path, pruned, text, options)
+    assert "GiB free: make room" in error_of(tmp_path, pruned, text, options)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=stored))
     with pytest.raises(pytest.fail.Exception, match="had begun"):
         finetune(pruned, text, tmp_path / "out", options)
@@ -272,27 +274,27 @@ def test_too_little_disk_for_the_result(pruned, text, fast, tmp_path, monkeypatc
 
 def test_teachers(pruned, original, text, fast, tmp_path):
     router = fast.model_copy(update={"mode": "router"})
-    assert "name that model as teacher" in refuse(tmp_path, pruned, text, router)
-    assert "is no checkpoint" in refuse(tmp_path, pruned, text, fast, teacher=tmp_path / "nowhere")
-    assert "is pruned itself" in refuse(tmp_path, pruned, text, fast, teacher=pruned)
+    assert "give that model as teacher" in error_of(tmp_path, pruned, text, router)
+    assert "is not a checkpoint" in error_of(tmp_path, pruned, text, fast, teacher=tmp_path / "nowhere")
+    assert "is pruned itself" in error_of(tmp_path, pruned, text, fast, teacher=pruned)
     save_model(tmp_path / "other", vocab_size=256, num_hidden_layers=1)
-    assert "vocabulary of 256" in refuse(tmp_path, pruned, text, fast, teacher=tmp_path / "other")
+    assert "vocabulary of 256" in error_of(tmp_path, pruned, text, fast, teacher=tmp_path / "other")
 
 
 def test_windows_longer_than_the_model(pruned, fast, tmp_path):
     words = Dataset.from_dict({"input_ids": [[5] * 2000]})
-    assert "256 positions" in refuse(tmp_path, pruned, words, fast.model_copy(update={"sequence_length": 512}))
+    assert "256 positions" in error_of(tmp_path, pruned, words, fast.model_copy(update={"sequence_length": 512}))
 
 
-def test_a_loss_that_is_no_number(pruned, text, fast, tmp_path):
+def test_a_loss_that_is_not_finite(pruned, text, fast, tmp_path):
     broken = Path(shutil.copytree(pruned, tmp_path / "broken"))
     found = tensors(broken)
     found["model.norm.weight"][0] = float("nan")
     save_file(found, broken / "model.safetensors", {"format": "pt"})
-    assert "loss" in refuse(tmp_path, broken, text, fast)
+    assert "loss" in error_of(tmp_path, broken, text, fast)
 
 
-def test_options(pruned):
+def test_options():
     for values, words in (({"expert_rank": 0}, "expert_rank=0"), ({"rank": 3}, "rank=3"), ({"warmup": 1}, "warmup=1")):
         with pytest.raises(CoverageError, match=words):
             RecoveryOptions(**values)

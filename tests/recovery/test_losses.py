@@ -1,4 +1,4 @@
-"""Losses against autograd, transformers and brute force."""
+"""Losses compared with autograd and transformers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_the_gradient_is_that_of_autograd(distill, temperature):
     torch.testing.assert_close(found.gradient_BSV, student.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_balance_is_that_of_transformers():
-    """Of one layer, for transformers takes several together."""
+def test_the_balance_equals_that_of_transformers():
+    """For one layer, because transformers averages over the tokens of all layers."""
     model = linear_model("qwen3_moe", num_hidden_layers=1)
     balance = LoadBalance(find_moe_layers(model))
     with balance.observed():
@@ -48,19 +48,19 @@ def test_the_balance_is_that_of_transformers():
     torch.testing.assert_close(balance.loss(), expected)
 
 
-def test_removed_experts_take_no_part_in_the_balance():
+def test_removed_experts_are_not_in_the_balance():
     model = linear_model("qwen3_moe", num_hidden_layers=1)
-    (block,) = find_moe_layers(model)
-    remove_expert(block, 2)
-    remove_expert(block, 5)
-    mask_router(block)
-    balance = LoadBalance([block])
+    (layer,) = find_moe_layers(model)
+    remove_expert(layer, 2)
+    remove_expert(layer, 5)
+    mask_router(layer)
+    balance = LoadBalance([layer])
     with balance.observed():
         router_logits = model(input_ids=prompt(), output_router_logits=True).router_logits[0]
-    live = [0, 1, 3, 4, 6, 7]
-    expected = load_balancing_loss_func((router_logits[:, live],), len(live), 2)
+    kept = [0, 1, 3, 4, 6, 7]
+    expected = load_balancing_loss_func((router_logits[:, kept],), len(kept), 2)
     torch.testing.assert_close(balance.loss(), expected)
     with torch.no_grad(), balance.observed():
-        balance.forget()
+        balance.clear()
         model(input_ids=prompt())
-    assert not balance._terms, "evaluation leaves none behind"
+    assert not balance._terms, "evaluation must not record terms"

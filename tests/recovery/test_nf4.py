@@ -1,4 +1,4 @@
-"""Adapters on experts in NF4: what they compute, what is merged, and whole fine-tunings."""
+"""Adapters on experts in NF4: outputs, gradients, merged weights, and a complete fine-tuning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_lay
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.adapters import attach
 from moe_coverage_plugin.recovery.experts import grouped_experts
-from moe_coverage_plugin.recovery.run import NO_EXPERT
+from moe_coverage_plugin.recovery.source import NO_EXPERT
 from tests.checkpoint.runs import aligned, config_json, logits, prompt, tensors
 
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
@@ -27,10 +27,10 @@ OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
 @torch.no_grad()
 def rounded(path: Path) -> PreTrainedModel:
-    """The 16-bit model, its experts gone through bitsandbytes and back."""
+    """The 16-bit model with its experts rounded by bitsandbytes."""
     model = load(path)
-    for block in find_moe_layers(model):
-        for linear in expert_linears(block):
+    for layer in find_moe_layers(model):
+        for linear in expert_linears(layer):
             weight = linear.weight.detach()
             linear.weight = Parameter(dequantize_4bit(*quantize_4bit(weight, quant_type="nf4")))
     return aligned(model)
@@ -42,7 +42,7 @@ def in_nf4(path: Path) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
-    """Adapters with values that training might give them, logits, and gradients of the loss."""
+    """Adapters with values as after training, logits, and gradients of the loss."""
     adapters = attach(model, OPTIONS)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -59,12 +59,12 @@ def adapted(model: PreTrainedModel) -> tuple[Any, torch.Tensor, dict[str, torch.
 def test_only_experts_are_in_four_bits(pruned):
     model = in_nf4(pruned)
     packed = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    experts = {id(linear) for block in find_moe_layers(model) for linear in expert_linears(block)}
+    experts = {id(linear) for layer in find_moe_layers(model) for linear in expert_linears(layer)}
     assert {id(model.get_submodule(name)) for name in packed} == experts
 
 
-def test_adapters_see_the_rounded_weights(pruned):
-    """Logits and every gradient are those of adapters on the same weights in 16 bit, and so is what is merged."""
+def test_adapters_use_the_rounded_weights(pruned):
+    """Logits, gradients and merged weights equal those of adapters on the same weights in 16 bit."""
     _, expected, slopes = adapted(rounded(pruned))
     model = in_nf4(pruned)
     adapters, found, gradients = adapted(model)
@@ -73,11 +73,11 @@ def test_adapters_see_the_rounded_weights(pruned):
         torch.testing.assert_close(gradient, slopes[name], rtol=1e-3, atol=1e-5, msg=name)
     adapters.merge()
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    for block in find_moe_layers(model):
-        assert all(type(linear) is Linear and linear.weight.dtype == torch.float32 for linear in expert_linears(block))
+    for layer in find_moe_layers(model):
+        assert all(type(linear) is Linear and linear.weight.dtype == torch.float32 for linear in expert_linears(layer))
 
 
-def test_magnitudes_begin_as_lengths_of_rounded_rows(pruned):
+def test_initial_magnitudes_are_the_norms_of_rounded_rows(pruned):
     model = in_nf4(pruned)
     before = logits(model)
     attach(model, OPTIONS)
@@ -91,8 +91,8 @@ def recovered(pruned: Path, text: Dataset, tmp_path_factory: pytest.TempPathFact
     return output, finetune(pruned, text, output, options.model_copy(update={"held_out": 0.2}))
 
 
-def test_a_whole_fine_tuning(pruned, recovered):
-    """The result is an ordinary checkpoint: attention as it was, experts rounded and trained."""
+def test_a_complete_fine_tuning(pruned, recovered):
+    """The result is an ordinary checkpoint: attention unchanged, experts rounded and trained."""
     output, done = recovered
     assert done.after < done.before - 0.1
     before, after = tensors(pruned), tensors(output)
@@ -118,7 +118,7 @@ def test_a_whole_fine_tuning(pruned, recovered):
         ("missing", {}, r"moe-coverage-plugin\[nf4\]"),
     ],
 )
-def test_refusals(request, monkeypatch, text, tmp_path, fast, checkpoint, options, words):
+def test_errors(request, monkeypatch, text, tmp_path, fast, checkpoint, options, words):
     if checkpoint == "missing":
         monkeypatch.setattr(nf4, "is_bitsandbytes_available", lambda: False)
         checkpoint = "pruned"

@@ -1,4 +1,4 @@
-"""Text becomes windows: nothing lost, nothing doubled, files and data sets alike."""
+"""Text becomes windows: each token once, from files and data sets alike."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ def test_documents_of_every_kind_give_the_same_windows(tokenizer, tmp_path):
     for number, document in enumerate(DOCUMENTS):
         files.append(tmp_path / f"{number}.txt")
         files[-1].write_text(document)
-    for text in ([lines], files, Dataset.from_dict({"body": DOCUMENTS}), Dataset.from_dict({"input_ids": [IDS]})):
+    parquet, csv = tmp_path / "[a].parquet", tmp_path / "a.csv"
+    table = Dataset.from_dict({"body": DOCUMENTS})
+    table.to_parquet(parquet)
+    # CSV reads an empty document as a missing value
+    table.filter(lambda row: row["body"]).to_csv(csv)
+    for text in ([lines], files, [parquet], [csv], table, Dataset.from_dict({"input_ids": [IDS]})):
         windows = pack(text, tokenizer, "body", 4)
         assert windows.ids_WS.flatten().tolist() == IDS
         assert windows.sha256 == pack([lines], tokenizer, "body", 4).sha256
     assert pack([lines], tokenizer, "body", 5).ids_WS.flatten().tolist() == IDS[:10]
 
 
-def test_other_text_and_other_windows_have_another_hash(tokenizer):
+def test_the_hash_depends_on_text_and_windows(tokenizer):
     ids = torch.arange(40)
     texts = [ids.tolist(), (ids + 1).tolist()]
     hashes = {
@@ -59,7 +64,7 @@ def test_held_out_windows_are_not_trained_on():
 
 
 def test_a_data_set_without_the_field(tokenizer):
-    with pytest.raises(CoverageError, match="no column 'text', only body"):
+    with pytest.raises(CoverageError, match="no text in 'text', only body: name the column"):
         pack(Dataset.from_dict({"body": DOCUMENTS}), tokenizer, "text", 4)
 
 
@@ -68,11 +73,11 @@ def test_text_without_a_tokenizer():
         pack(Dataset.from_dict({"text": DOCUMENTS}), None, "text", 4)
 
 
-def test_every_window_once_in_every_epoch():
+def test_every_epoch_has_each_window_once():
     order = Order(7, seed=3)
     epochs = [order.at(7 * epoch, 7 * epoch + 7) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    # wherever one begins, as a resumed run does
+    # from any position, as in a resumed run
     assert Order(7, seed=3).at(5, 16) == [*epochs[0][5:], *epochs[1], *epochs[2][:2]]
     assert Order(7, seed=4).at(0, 7) != epochs[0]

@@ -13,8 +13,8 @@ from moe_coverage_plugin.report.summary import Summary, summarize
 EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 DENSE = {f"{EXPERT}.weight": torch.zeros(4, 8, dtype=torch.bfloat16), "lm_head.weight": torch.zeros(4, 4)}
 PACKED = {f"{EXPERT}.weight_packed": torch.zeros(4, 1, dtype=torch.int32), f"{EXPERT}.weight_scale": torch.zeros(4, 1)}
-GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
-FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+GROUPS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None}
 
 
 def checkpoint(
@@ -36,8 +36,8 @@ def checkpoint(
     [
         (DENSE, None, "16 bits", "BF16, not quantized"),
         (DENSE, GROUPS, "16 bits", "BF16, not quantized"),
-        (PACKED, GROUPS, "4 bits", "int, groups of 64"),
-        (PACKED, FLOAT8, "8 bits", "float, one scale per channel"),
+        (PACKED, GROUPS, "4 bits", "int4, symmetric, groups of 64"),
+        (PACKED, FLOAT8, "8 bits", "float8, symmetric, one scale per channel"),
         ({"lm_head.weight": torch.zeros(2)}, None, "", ""),
     ],
     ids=["16 bits", "decompressed", "4 bits", "8 bits", "no experts"],

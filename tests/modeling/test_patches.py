@@ -1,0 +1,76 @@
+"""Each patch is still needed: a test that fails says that the patch can go (see the module's docstring)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from llmcompressor.pipelines.sequential.helpers import trace_subgraphs
+from llmcompressor.utils.helpers import calibration_forward_context
+from torch import Tensor
+
+from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
+from tests.checkpoint.runs import linear_model
+from tests.tiny import save_model
+
+
+def traced_hidden_states(model, ids: Tensor) -> Tensor:
+    """What the last decoder layer outputs in a pass of the sequential pipeline."""
+    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    kept: list[Tensor] = []
+    last = model.model.layers[-1]
+    handle = last.register_forward_hook(lambda _m, _a, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    with calibration_forward_context(model):
+        values = dict(sample)
+        for subgraph in trace_subgraphs(model, sample, [type(last).__name__], [], 1):
+            values |= subgraph.forward(model, **{name: values[name] for name in subgraph.input_names}) or {}
+    handle.remove()
+    return kept[0]
+
+
+def looks_ahead(model) -> bool:
+    """Whether another last token changes the hidden states of the first tokens by more than rounding."""
+    ids = torch.arange(2, 22)[None]
+    other = ids.clone()
+    other[0, -1] = 300
+    states = [traced_hidden_states(model, each)[:, :10] for each in (ids, other)]
+    return not torch.allclose(*states, rtol=0, atol=1e-3)
+
+
+def test_traced_passes_are_causal_with_the_mark_only():
+    model = linear_model("qwen3_moe")
+    assert looks_ahead(model), "llm-compressor keeps attention causal by itself: remove modeling/causal_mask.py"
+    mark_causal_attention(model)
+    assert not looks_ahead(model)
+    unmark_causal_attention(model)
+    assert "attn_implementation" not in model.config.to_dict()
+
+
+# in a process of its own, because the loader patches transformers for all models that are opened later
+LOADER = """
+import sys
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
+from transformers import AutoModelForCausalLM
+if "unload" in sys.argv:
+    unload_image_processors()
+with load_quantizable_moe():
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("torchvision") is not None, reason="torchvision is installed, and the patch does nothing"
+)
+def test_the_loader_works_only_without_image_processors(tmp_path):
+    source = str(save_model(tmp_path, num_hidden_layers=1))
+    plain, unloaded = (
+        subprocess.run([sys.executable, "-c", LOADER, source, *arguments], capture_output=True, text=True, check=False)
+        for arguments in ([], ["unload"])
+    )
+    assert unloaded.returncode == 0, unloaded.stderr
+    assert plain.returncode, "llm-compressor's loader works without torchvision: remove modeling/lazy_modules.py"
+    assert "torchvision" in plain.stderr
