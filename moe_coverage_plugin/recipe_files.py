@@ -1,4 +1,4 @@
-"""Where the recipes lie: in the repository's ``recipes/``, and inside an installed package."""
+"""Paths of the recipes: in ``recipes/`` of the repository, or inside an installed package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PACKAGE = Path(__file__).parent
 
 
 def recipe_path(name: str) -> str:
-    """Path of a recipe that comes with the package, for ``oneshot(recipe=...)``.
+    """Return the path of a recipe of the package, for ``oneshot(recipe=...)``.
 
     Args:
         name: with or without ``.yaml``, for instance ``coverage_p25_q4``.
 
     Raises:
-        CoverageError: there is no such recipe; those that exist are named.
+        CoverageError: there is no such recipe; the message lists those that exist.
     """
     installed, repository = _PACKAGE / "recipes", _PACKAGE.parent / "recipes"
     folder = installed if installed.is_dir() else repository

@@ -1,4 +1,4 @@
-"""Registers the modifiers with llm-compressor, which has no discovery of its own, at no cost where it is not used."""
+"""Registers the modifiers with llm-compressor, which has no plugin discovery, without importing it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TOOLKIT = "llmcompressor"
 
 
 def register_modifiers() -> None:
-    """Let recipes name our modifiers, now or as soon as llm-compressor is imported.
+    """Register the modifiers now if llm-compressor is imported, otherwise as soon as it is.
 
-    Importing it takes seconds and logs to the console, which a command that only reads a checkpoint should not do.
+    Its import takes seconds and logs to the console, so it is not imported for a command that only reads a checkpoint.
     """
-    # an entry that is None forbids the import
+    # an entry that is None blocks the import
     if sys.modules.get(TOOLKIT) is not None:
         import_module("moe_coverage_plugin.modifiers")
     else:
@@ -26,7 +26,7 @@ def register_modifiers() -> None:
 
 
 class _AfterToolkit(MetaPathFinder):
-    """Imports our modifiers, which registers them, when llm-compressor itself has been imported."""
+    """Imports our modifiers, which registers them, after llm-compressor has been imported."""
 
     def find_spec(self, fullname: str, _path: object, _target: object = None) -> ModuleSpec | None:
         if fullname != TOOLKIT:
