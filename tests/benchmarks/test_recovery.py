@@ -22,7 +22,7 @@ def test_the_share_is_that_of_the_mean_rise():
 
 
 def test_options_of_the_benchmark_itself_are_refused():
-    with pytest.raises(CoverageError, match="steps is the benchmark's own"):
+    with pytest.raises(CoverageError, match="option steps is set by the benchmark"):
         run_options(Namespace(seed=0, option={"steps": 3}), 8)
     with pytest.raises(CoverageError, match="batchsize"):
         run_options(Namespace(seed=0, option={"batchsize": 3}), 8)

@@ -98,7 +98,7 @@ def test_code_for_an_unknown_architecture_does_not_run(
     assert not marker.exists()
     status, printed = inspect(copy, capsys)
     assert (status, marker.exists()) == (0, False)
-    assert "auto_map), none of which was run" in printed
+    assert "auto_map), which were not run" in printed
 
 
 def test_code_for_a_known_architecture_is_not_used(copy: Path, checkpoint: Path, marker: Path) -> None:
