@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.files.scores import load_scores
+from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
 from tests import paper_method
 from tests.modifiers.harness import (
@@ -152,3 +154,20 @@ def test_reconstruction_still_needs_data(pristine, kept: Path, tmp_path: Path):
         ChannelPruningModifier(),
     ]
     assert "calibration set is empty" in refusal(pristine, recipe, tmp_path / "out", dataset=None)
+
+
+@pytest.mark.parametrize("metric", ["fisher", "own"])
+def test_recipe_of_a_run_from_a_score_file(source: Path, kept: Path, tmp_path: Path, metric: Any):
+    """It has the metric of the file, if that can be written in a recipe, and makes the same checkpoint again."""
+    scores, provenance = load_scores(kept)
+    save_scores(tmp_path / "scores", replace(scores, channel_metric=metric), provenance)
+    recipe = [
+        AttributionModifier(scores=str(tmp_path / "scores")),
+        CoverageModifier(sparsity=0.25),
+        AlignmentModifier(block_size=BLOCK),
+        ChannelPruningModifier(reconstruct=False, pictures=False),
+    ]
+    first = compress(source, recipe, dataset=None, output_dir=str(tmp_path / "first"))
+    assert recipe[0].channel_metric == "fisher"
+    again = compress(source, str(tmp_path / "first" / "recipe.yaml"), dataset=None)
+    assert torch.equal(logits(again), logits(first))
