@@ -132,6 +132,8 @@ class _Float32Weights:
 
     def on_enter(self, module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Forward pre-hook."""
+        if _is_traced():
+            return None
         if _is_disabled_head(module):
             return tuple(arg.bfloat16() if isinstance(arg, Tensor) else arg for arg in args)
         self.convert()
@@ -154,6 +156,11 @@ class _Float32Weights:
         while self._replaced:
             module, attribute, own = self._replaced.pop()
             setattr(module, attribute, own)
+
+
+def _is_traced() -> bool:
+    """Whether the toolkit traces the model: weights may then have no values, and hooks do not run after an error."""
+    return torch.compiler.is_compiling()
 
 
 def _is_disabled_head(module: Module) -> bool:
@@ -199,4 +206,4 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
 
 
 def _float32_output(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.float()
+    return output if _is_traced() else output.float()

@@ -154,7 +154,9 @@ class ConvertedLinear(torch.autograd.Function):
         return linear(x_MA, weight_OA.to(x_MA.dtype), None if bias_O is None else bias_O.to(x_MA.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares any number of gradients
+        ctx: Any, grad_MO: Tensor
+    ) -> tuple[Tensor, None, None]:
         """Compute the gradient of ``x``."""
         (weight_OA,) = ctx.saved_tensors
         return grad_MO @ weight_OA.to(grad_MO.dtype), None, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from compressed_tensors.offload import get_execution_device, get_offloaded_device
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning.wanda import WandaPruningModifier
@@ -22,8 +21,7 @@ HOOKING = (QuantizationModifier, GPTQModifier, SmoothQuantModifier, WandaPruning
 def choose_dtype_of_passes(modifier: Modifier, model: PreTrainedModel) -> ExitStack:
     """Let the passes of the recipe compute in the dtype of :func:`fast_compute_dtype` until the stack is closed.
 
-    If the recipe has modifiers that are not known to work with it, or the model is offloaded, only our own passes do,
-    each for itself: the toolkit's pipeline runs parts of an offloaded model while their weights have no values.
+    If the recipe has modifiers that are not known to work with it, only our own passes do, each for itself.
 
     Args:
         modifier: of the recipe, which must be initializing.
@@ -31,8 +29,6 @@ def choose_dtype_of_passes(modifier: Modifier, model: PreTrainedModel) -> ExitSt
     """
     stack = ExitStack()
     before, after = recipe_around(modifier)
-    loaded = [module for module in model.modules() if module._parameters]
-    resident = all(get_offloaded_device(module) == get_execution_device(module) for module in loaded)
-    if resident and all(is_ours(other) or type(other) in HOOKING for other in (*before, *after)):
+    if all(is_ours(other) or type(other) in HOOKING for other in (*before, *after)):
         stack.enter_context(fast_compute_dtype(model))
     return stack

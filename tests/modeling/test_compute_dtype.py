@@ -25,6 +25,7 @@ from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype, fas
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.grouped_experts import ConvertedLinear
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.modeling.traced import hidden_states, subgraphs
 from tests.tiny import CONFIGS, LISTED, listed_model, save_model, seeing_config
 
 AVX2 = {"architecture": "x86_64", "cpu_name": "EPYC", "avx2": True, "avx512_bf16": False, "amx_bf16": False}
@@ -82,6 +83,13 @@ def measured(model: PreTrainedModel, metrics: Sequence[str] = ("activation", "fi
         for each in (*observers, *gradients):
             found |= {f"{metric} {each.layer.name} {name} {type(each)}": value for name, value in each.sums.items()}
     return found | {"layer loss": layer_loss_rise(model, layers, batches(), 1.0)}
+
+
+def offload(model: PreTrainedModel, place: str, directory: Path) -> None:
+    options = {"offload_dir": str(directory)} if place == "disk" else {}
+    for module in model.modules():
+        remove_module_offload(module)
+        offload_module(module, "cpu", place, **options)
 
 
 def state(model: PreTrainedModel) -> dict[str, Any]:
@@ -170,10 +178,7 @@ def test_all_passes_find_what_a_float32_model_does(any_source):
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_offloaded_models(source, tmp_path, place):
     model = opened(source, torch.bfloat16)
-    options = {"offload_dir": str(tmp_path)} if place == "disk" else {}
-    for module in model.modules():
-        remove_module_offload(module)
-        offload_module(module, "cpu", place, **options)
+    offload(model, place, tmp_path)
     before = state(model)
     found, expected = measured(model), measured(opened(source, torch.float32))
     for name, value in expected.items():
@@ -272,3 +277,17 @@ def test_a_disabled_head(source):
     model = opened(source, torch.bfloat16)
     with torch.no_grad(), fast_compute_dtype(model), disable_lm_head(model):
         assert model(**batches()[0]).logits.is_meta
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_passes_of_the_toolkit(source, tmp_path, place):
+    """They trace the model first: with weights that have no values if these are on disk, and without always_call."""
+    narrow, wide = opened(source, torch.bfloat16), opened(source, torch.float32)
+    offload(narrow, place, tmp_path)
+    before = state(narrow)
+    ids_BS = batches()[0]["input_ids"]
+    with fast_compute_dtype(narrow):
+        parts = subgraphs(narrow, ids_BS)
+        found = hidden_states(narrow, parts, ids_BS)
+    assert torch.equal(found, hidden_states(wide, subgraphs(wide, ids_BS), ids_BS))
+    assert_unchanged(narrow, before)

@@ -8,27 +8,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from llmcompressor.pipelines.sequential.helpers import trace_subgraphs
-from llmcompressor.utils.helpers import calibration_forward_context
-from torch import Tensor
 
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from tests.checkpoint.runs import linear_model
+from tests.modeling.traced import hidden_states, subgraphs
 from tests.tiny import save_model
-
-
-def traced_hidden_states(model, ids: Tensor) -> Tensor:
-    """What the last decoder layer outputs in a pass of the sequential pipeline."""
-    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    kept: list[Tensor] = []
-    last = model.model.layers[-1]
-    handle = last.register_forward_hook(lambda _m, _a, out: kept.append(out[0] if isinstance(out, tuple) else out))
-    with calibration_forward_context(model):
-        values = dict(sample)
-        for subgraph in trace_subgraphs(model, sample, [type(last).__name__], [], 1):
-            values |= subgraph.forward(model, **{name: values[name] for name in subgraph.input_names}) or {}
-    handle.remove()
-    return kept[0]
 
 
 def looks_ahead(model) -> bool:
@@ -36,7 +20,7 @@ def looks_ahead(model) -> bool:
     ids = torch.arange(2, 22)[None]
     other = ids.clone()
     other[0, -1] = 300
-    states = [traced_hidden_states(model, each)[:, :10] for each in (ids, other)]
+    states = [hidden_states(model, subgraphs(model, each), each)[:, :10] for each in (ids, other)]
     return not torch.allclose(*states, rtol=0, atol=1e-3)
 
 
