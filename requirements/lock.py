@@ -57,6 +57,7 @@ SCIKIT_LEARN = {
     "scikit-learn": "lm-eval needs it for the F1 score and Matthews correlation of some tasks: install it for those. "
     "transformers imports it wherever it is installed, which takes about as long as importing torch"
 }
+# patch: left-out-packages
 CUDA_ONLY = "PyPI has CUDA builds only, which fail beside torch's CPU build; text models do not need it"
 
 LOCKS = {

@@ -31,7 +31,7 @@ from llmcompressor.transformers.compression import compressed_tensors_utils as t
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_coverage_plugin"
-FOLDERS = (PACKAGE, REPOSITORY / "tests", REPOSITORY / "benchmarks", REPOSITORY / "examples")
+FOLDERS = (PACKAGE, *(REPOSITORY / name for name in ("tests", "benchmarks", "examples", "requirements")))
 COMMENT = re.compile(r"^\s*# patch: ([a-z0-9-]+)$", re.MULTILINE)
 # packages whose tests run in the serving environment
 SERVING = ("vLLM", "Triton", "lm-eval")

@@ -69,6 +69,7 @@ def checkpoint(directory: Path, quantization: dict[str, Any] | None) -> str:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_other_models_start(tmp_path: Path) -> None:
     """Field case 2-15: an import that fails stopped vLLM for every model."""
     ours = quantization_config()
