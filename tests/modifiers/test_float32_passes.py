@@ -27,7 +27,8 @@ def _slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("narrow")
-    AutoModelForCausalLM.from_pretrained(save_tiny(directory / "wide")).bfloat16().save_pretrained(directory / "narrow")
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(directory / "wide"))
+    model.bfloat16().save_pretrained(directory / "narrow")
     return directory / "narrow"
 
 
