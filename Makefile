@@ -29,7 +29,7 @@ QUICK := not slow and not engine and not browser
 ## The main job, end to end: compress the mini-MoE by one recipe, then generate from the result with vLLM.
 demo: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/python examples/demo.py --output out/demo
-	$(SERVE)/bin/python examples/generate.py out/demo/p_q4
+	$(SERVE)/bin/python examples/generate.py out/demo/p_q4 --log out/demo/generate.log
 
 ## Everything that must hold: style, types, layers, both halves.
 test:
