@@ -1,5 +1,5 @@
 from hypothesis import settings
 
-# a shared CI core makes single examples slow; how many there are bounds the time
+# no deadline per example, because examples are slow on shared CI cores
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")

@@ -1,4 +1,4 @@
-"""Alignment by the best blocks, against every possible allocation of small cases."""
+"""Alignment by the best blocks, compared with an exhaustive search over all allocations of small cases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from moe_coverage_plugin.core.alignment import align_blocks
 from moe_coverage_plugin.manifest import CoverageError
 
-# L x E experts of I channels in blocks of A: every allocation can be listed
+# L layers of E experts with I channels in blocks of A, few enough to list all allocations
 L, E, I, A = 2, 3, 6, 2  # noqa: E741 - the axis letters
 
-# few distinct values, so that ties are common
+# few different values, so that equal scores are common
 values = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 3.5])
 scores = st.lists(values, min_size=L * E * I, max_size=L * E * I).map(
     lambda flat: torch.tensor(flat, dtype=torch.float64).reshape(L, E, I)
@@ -25,13 +25,13 @@ widths = st.lists(st.integers(0, I), min_size=L * E, max_size=L * E).map(lambda 
 
 
 def kept_score(scores_LEI: Tensor, widths_LE: Tensor) -> Tensor:
-    """Score of the best channels that the widths keep, per layer."""
+    """Score of the kept channels of each layer, ``[L]``."""
     kept = torch.arange(I) < widths_LE[..., None]
     return (scores_LEI.sort(-1, descending=True).values * kept).sum((-1, -2))
 
 
 def best_by_trying(scores_EI: Tensor, budget: int, allowed) -> float:
-    """Largest kept score over all aligned widths of the given experts within the budget; -1: none is allowed."""
+    """Largest kept score over all allowed multiples of a block within the budget; -1 if no widths are allowed."""
     ranked_EI = scores_EI.sort(-1, descending=True).values
     best = -1.0
     for candidate in product(range(0, I + 1, A), repeat=len(scores_EI)):
@@ -75,7 +75,7 @@ def test_best_over_the_model(scores_LEI: Tensor, widths_LE: Tensor, top_k: int):
     assert int(aligned.widths_LE.sum()) + aligned.unspent == int(widths_LE.sum())
 
 
-def test_what_no_block_can_use_is_reported_and_dropped_experts_are_named():
+def test_unused_channels_and_removed_experts_are_reported():
     scores_LEI = torch.tensor([[[9.0, 8.0, 7.0, 6.0], [1.0, 1.0, 0.0, 0.0]]], dtype=torch.float64)
     aligned = align_blocks(torch.tensor([[3, 2]]), scores_LEI, 2, [1], across_layers=True)
     assert aligned.widths_LE.tolist() == [[4, 0]]
@@ -83,7 +83,7 @@ def test_what_no_block_can_use_is_reported_and_dropped_experts_are_named():
     assert aligned.removed == [(0, 1)]
 
 
-def test_experts_that_a_router_needs_stay_even_without_score():
+def test_experts_that_a_router_needs_are_kept_even_without_score():
     scores_LEI = torch.zeros(2, 3, 4, dtype=torch.float64)
     scores_LEI[0] = 5.0
     aligned = align_blocks(torch.full((2, 3), 2), scores_LEI, 2, [1, 2], across_layers=True)
@@ -113,19 +113,19 @@ def test_scores_must_be_numbers(bad: float):
     st.integers(0, 4 * I),
     st.integers(1, 2),
 )
-def test_best_where_each_group_of_a_router_needs_experts(scores_LEI: Tensor, budget: int, live: int):
-    """Two groups of two experts; only the budget of the widths is read."""
+def test_best_if_each_group_of_a_router_needs_experts(scores_LEI: Tensor, budget: int, needed: int):
+    """There are two groups of two experts; the sum of the given widths is the budget."""
 
     def enough(candidate) -> bool:
-        return all(sum(width > 0 for width in candidate[start : start + 2]) >= live for start in (0, 2))
+        return all(sum(width > 0 for width in candidate[start : start + 2]) >= needed for start in (0, 2))
 
     widths_LE = torch.tensor([[min(max(budget - I * expert, 0), I) for expert in range(4)]])
     best = best_by_trying(scores_LEI[0], budget, enough)
     if best < 0:
         with pytest.raises(CoverageError, match="too few"):
-            align_blocks(widths_LE, scores_LEI, A, [live], across_layers=True, groups_L=[2])
+            align_blocks(widths_LE, scores_LEI, A, [needed], across_layers=True, groups_L=[2])
         return
-    aligned = align_blocks(widths_LE, scores_LEI, A, [live], across_layers=True, groups_L=[2])
+    aligned = align_blocks(widths_LE, scores_LEI, A, [needed], across_layers=True, groups_L=[2])
     assert enough(aligned.widths_LE[0].tolist())
     assert float(kept_score(scores_LEI, aligned.widths_LE).sum()) == pytest.approx(best)
 

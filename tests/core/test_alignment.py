@@ -22,9 +22,11 @@ def random_scores(widths_LE: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def test_by_hand() -> None:
-    # Blocks of 4, at least 4. Layer 0: 11 10 5 3 is 29. 3 is dropped; floors 8 8 4 sum to 20; the 9 freed channels are
-    # two blocks, for the remainders 3 and 2. 28 in all, 1 unspent.
-    # Layer 1: 12 7 6 6 is 31: floors 12 4 4 4, 7 freed channels are one block, for remainder 3. 28 in all, 3 unspent.
+    # Blocks of 4, minimum width 4.
+    # Layer 0: the sum of 11 10 5 3 is 29. The expert of width 3 is removed. The floors 8 8 4 sum to 20, and the 9 free
+    # channels are two blocks for the experts with remainders 3 and 2. The result is 28, so 1 is not used.
+    # Layer 1: the sum of 12 7 6 6 is 31. The floors are 12 4 4 4, and the 7 free channels are one block for the expert
+    # with remainder 3. The result is 28, so 3 are not used.
     widths_LE = torch.tensor([[11, 10, 5, 3], [12, 7, 6, 6]])
     aligned = align_widths(widths_LE, torch.ones(2, 4, I), block_size=4, min_width=4, rule="l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 12, 4, 0], [12, 8, 4, 4]]
@@ -33,8 +35,8 @@ def test_by_hand() -> None:
 
 
 def test_remainder_by_score_can_differ_from_remainder_by_channels() -> None:
-    # Widths 7 and 5: floors 4 and 4, one block to give. By channels 3 beats 1; by score the fifth best channel of
-    # expert 1 (worth 9) beats the fifth to seventh of expert 0 (1 each).
+    # The floors of widths 7 and 5 are 4 and 4, so there is one block to assign. By channels, the remainders are 3 and
+    # 1. By score, they are 3 (channels 5 to 7 of expert 0, 1 each) and 9 (channel 5 of expert 1).
     scores_LEI = torch.ones(1, 2, I)
     scores_LEI[0, 1] = 9
     widths_LE = torch.tensor([[7, 5]])
@@ -43,7 +45,8 @@ def test_remainder_by_score_can_differ_from_remainder_by_channels() -> None:
 
 
 def test_removed_score_is_that_of_the_ranks_between_floor_and_width() -> None:
-    # Expert 0 keeps 6: ranks 5 and 6 of (9 8 7 6 5 4 ..) are worth 9. Expert 1 keeps 6: (20 20 20 20 3 3 ..) worth 6.
+    # Both experts have width 6 and floor 4. Ranks 5 and 6 of expert 0 (9 8 7 6 5 4) have score 9, those of expert 1
+    # (20 20 20 20 3 3) have score 6.
     scores_LEI = torch.zeros(1, 2, I)
     scores_LEI[0, 0, :6] = torch.tensor([4.0, 9.0, 8.0, 5.0, 7.0, 6.0])
     scores_LEI[0, 1, :6] = torch.tensor([3.0, 20.0, 20.0, 3.0, 20.0, 20.0])
@@ -80,7 +83,7 @@ def test_hamilton(rule: RemainderRule, widths: list[list[int]], block_size: int,
                 ranked = sorted(scores_LEI[layer, expert].tolist(), reverse=True)
                 remainder = before - floor if rule == "l-r-c" else sum(ranked[floor:before])
                 remainders[after > floor].append(remainder)
-        # The gainers have the largest remainders, and a whole block stays unspent only where nobody can take it.
+        # experts that get a block have the largest remainders; a block is unused only if no expert can take it
         if remainders[True] and remainders[False]:
             assert min(remainders[True]) >= max(remainders[False]) - 1e-12
         left = sum(before_E) - sum(after_E)
@@ -97,25 +100,25 @@ def test_hamilton(rule: RemainderRule, widths: list[list[int]], block_size: int,
 
 
 @given(widths=layers_of_widths)
-def test_without_drops_only_a_part_of_a_block_stays_unspent(widths: list[list[int]]) -> None:
+def test_without_removed_experts_less_than_a_block_is_unused(widths: list[list[int]]) -> None:
     widths_LE = torch.tensor(widths)
     aligned = align_widths(widths_LE, random_scores(widths_LE, 0), block_size=4, min_width=0, rule="l-r-c")
     assert torch.equal(aligned.widths_LE.sum(-1), widths_LE.sum(-1) // 4 * 4)
     assert aligned.unspent == int((widths_LE.sum(-1) % 4).sum())
 
 
-def test_block_of_one_only_drops() -> None:
+def test_blocks_of_one_channel_only_remove_narrow_experts() -> None:
     widths_LE = torch.tensor([[12, 5, 1, 0]])
     scores_LEI = torch.ones(1, 4, I)
     assert align_widths(widths_LE, scores_LEI, 1, 0, "l-r-c").widths_LE.tolist() == [[12, 5, 1, 0]]
-    # The dropped channel goes to the first expert with room: all remainders are zero.
+    # all remainders are zero, so the freed channel is assigned to the first expert with less than all channels
     aligned = align_widths(widths_LE, scores_LEI, 1, 4, "l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 6, 0, 0]]
     assert aligned.removed == [(0, 2)]
     assert aligned.unspent == 0
 
 
-def test_aligned_widths_stay() -> None:
+def test_aligned_widths_are_unchanged() -> None:
     widths_LE = torch.tensor([[12, 8, 4, 0], [4, 4, 4, 4]])
     aligned = align_widths(widths_LE, torch.ones(2, 4, I), 4, 4, "l-r-c")
     assert torch.equal(aligned.widths_LE, widths_LE)
@@ -123,16 +126,16 @@ def test_aligned_widths_stay() -> None:
     assert aligned.removed == []
 
 
-def test_expert_floored_to_nothing_is_reported_as_dropped() -> None:
-    # 3 3 3 with blocks of 4 and no minimum: 9 channels are two blocks, expert 2 gets none.
+def test_expert_rounded_to_zero_is_reported_as_removed() -> None:
+    # widths 3 3 3 in blocks of 4 without minimum: the 9 channels are two blocks, so expert 2 gets none
     aligned = align_widths(torch.tensor([[3, 3, 3]]), torch.ones(1, 3, I), 4, 0, "l-r-c")
     assert aligned.widths_LE.tolist() == [[4, 4, 0]]
     assert aligned.removed == [(0, 2)]
     assert aligned.unspent == 1
 
 
-def test_what_nobody_can_take_is_unspent() -> None:
-    # 3 is dropped twice, a block of 4 and 2 more are free, and the only survivor is full.
+def test_channels_that_no_expert_can_take_are_unused() -> None:
+    # both experts of width 3 are removed, and the only kept expert already has all of its channels
     aligned = align_widths(torch.tensor([[12, 3, 3]]), torch.ones(1, 3, I), 4, 4, "l-r-c")
     assert aligned.widths_LE.tolist() == [[12, 0, 0]]
     assert aligned.unspent == 6
@@ -140,18 +143,18 @@ def test_what_nobody_can_take_is_unspent() -> None:
 
 
 @pytest.mark.parametrize("block_size", [5, 0, -4, 24])
-def test_block_size_that_does_not_divide_is_refused(block_size: int) -> None:
+def test_block_size_that_does_not_divide_is_an_error(block_size: int) -> None:
     with pytest.raises(CoverageError, match="choose one of 1, 2, 3, 4, 6, 12"):
         align_widths(torch.tensor([[6]]), torch.ones(1, 1, I), block_size, 0, "l-r-c")
 
 
 @pytest.mark.parametrize("min_width", [5, -1])
-def test_minimum_that_flooring_would_undercut_is_refused(min_width: int) -> None:
+def test_minimum_width_that_is_not_a_multiple_of_the_block_is_an_error(min_width: int) -> None:
     with pytest.raises(CoverageError, match=f"minimum width {min_width} "):
         align_widths(torch.tensor([[6]]), torch.ones(1, 1, I), 4, min_width, "l-r-c")
 
 
-def test_nan_scores_are_refused_where_they_are_read() -> None:
+def test_nan_scores_are_an_error_that_names_the_expert() -> None:
     scores_LEI = torch.ones(1, 2, I)
     scores_LEI[0, 1, 0] = float("nan")
     with pytest.raises(CoverageError, match="layer 0 expert 1"):

@@ -31,12 +31,12 @@ weight_lists = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=
         (4718592, 0.25, 3538944),
     ],
 )
-def test_channel_budget_rounds_to_nearest_and_halves_up(total: int, sparsity: float, kept: int) -> None:
+def test_channel_budget_is_rounded_half_up(total: int, sparsity: float, kept: int) -> None:
     assert channel_budget(total, sparsity) == kept
 
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5, float("nan"), float("inf")])
-def test_sparsity_out_of_range_is_refused(sparsity: float) -> None:
+def test_sparsity_out_of_range_is_an_error(sparsity: float) -> None:
     with pytest.raises(CoverageError, match=f"sparsity is {sparsity}"):
         channel_budget(10, sparsity)
     with pytest.raises(CoverageError, match=f"sparsity is {sparsity}"):
@@ -44,13 +44,13 @@ def test_sparsity_out_of_range_is_refused(sparsity: float) -> None:
 
 
 def test_proportional_by_hand() -> None:
-    # Shares 3.5 2.1 1.4: floors 3 2 1, the one left goes to the largest fraction.
+    # shares 3.5 2.1 1.4 have floors 3 2 1; the remaining channel is assigned to the largest fraction
     assert proportional(torch.tensor([5.0, 3.0, 2.0]), 10, 7).tolist() == [4, 2, 1]
-    # Shares 6.4 .8 .8: the first fills up at 4, its excess is shared by the others.
+    # shares 6.4 .8 .8: the first is limited to its capacity of 4, and the others share its excess
     assert proportional(torch.tensor([8.0, 1.0, 1.0]), 4, 8).tolist() == [4, 2, 2]
-    # Filling the first pushes the second over its capacity in turn.
+    # the excess of the first makes the second exceed its capacity
     assert proportional(torch.tensor([10.0, 3.0, 1.0]), torch.tensor([4, 3, 9]), 12).tolist() == [4, 3, 5]
-    # Weight zero takes only what the others cannot, evenly.
+    # groups of weight zero share channels that exceed the capacity of the others, in equal parts
     assert proportional(torch.tensor([0.0, 1.0, 0.0]), 3, 3).tolist() == [0, 3, 0]
     assert proportional(torch.tensor([0.0, 1.0, 0.0]), 3, 6).tolist() == [2, 3, 1]
     assert proportional(torch.zeros(3), 3, 5).tolist() == [2, 2, 1]
@@ -64,7 +64,7 @@ def test_proportional_meets_total_capacity_and_quota(weights: list[float], capac
     assert counts_G.dtype == torch.int64
     assert int(counts_G.sum()) == total
     assert bool(((counts_G >= 0) & (counts_G <= capacity)).all())
-    # Those that are not full keep their proportions, up to one unit of rounding.
+    # counts below the capacity are proportional to the weights, up to one channel of rounding
     inner = [(w, c) for w, c in zip(weights, counts_G.tolist(), strict=True) if w > 0 and c < capacity]
     for weight, count in inner:
         for other_weight, other_count in inner:
@@ -74,14 +74,14 @@ def test_proportional_meets_total_capacity_and_quota(weights: list[float], capac
 
 
 @given(weights=weight_lists, scale=st.sampled_from([2.0**-1000, 2.0**900]))
-def test_proportional_does_not_depend_on_the_unit(weights: list[float], scale: float) -> None:
+def test_proportional_does_not_depend_on_the_scale_of_weights(weights: list[float], scale: float) -> None:
     weights_G = torch.tensor(weights, dtype=torch.float64)
     total = 3 * len(weights)
     assert proportional(weights_G * scale, 7, total).tolist() == proportional(weights_G, 7, total).tolist()
 
 
 @pytest.mark.parametrize("total", [-1, 7])
-def test_proportional_refuses_what_does_not_fit(total: int) -> None:
+def test_totals_out_of_range_and_nan_weights_are_errors(total: int) -> None:
     with pytest.raises(CoverageError, match=f"{total} channels cannot be shared among groups that hold 6"):
         proportional(torch.ones(2), 3, total)
     with pytest.raises(CoverageError, match="weights must be finite, but group 1 has nan"):
@@ -114,25 +114,25 @@ def test_every_pair_of_strategies_meets_its_budgets(
 
 def test_uniform() -> None:
     m = model()
-    # 5 * 4 * 16 = 320 channels, a tenth is removed: 288 = 57.6 a layer.
+    # a tenth of 5 * 4 * 16 = 320 channels is removed: 288 are kept, 57.6 per layer
     budgets_L = layer_budgets(m["scores_LEI"], None, "uniform", 0.1)
     assert budgets_L.tolist() == [58, 58, 58, 57, 57]
     assert expert_widths(m["scores_LEI"], budgets_L, None, "uniform")[0].tolist() == [15, 15, 14, 14]
 
 
 def test_u_shape_by_hand() -> None:
-    # Depth 0, 1/2, 1: (x - 1/2)^2 is 1/4, 0, 1/4, standardised 1/sqrt(2), -sqrt(2), 1/sqrt(2). The weights 1.2475,
-    # 0.5050, 1.2475 share 1500 channels as 623.74, 252.51, 623.74.
+    # for depths 0, 1/2, 1, (x - 1/2)^2 is 1/4, 0, 1/4, standardized 1/sqrt(2), -sqrt(2), 1/sqrt(2); with the weights
+    # 1.2475, 0.5050, 1.2475, the shares of 1500 channels are 623.74, 252.51, 623.74
     scores_LEI = torch.ones(3, 10, 100)
     assert layer_budgets(scores_LEI, None, "u_shaped", 0.5).tolist() == [624, 252, 624]
-    # At 10 % the ends are full and the middle has the rest.
+    # at 10 %, the first and the last layer keep all channels, and the middle layer has the remaining budget
     assert layer_budgets(scores_LEI, None, "u_shaped", 0.1).tolist() == [1000, 700, 1000]
-    # One or two layers have no middle.
+    # with one or two layers, all layers have the same weight
     assert layer_budgets(scores_LEI[:2], None, "u_shaped", 0.5).tolist() == [500, 500]
     assert layer_budgets(scores_LEI[:1], None, "u_shaped", 0.5).tolist() == [500]
 
 
-def test_loss_and_priors_are_followed_in_proportion() -> None:
+def test_widths_are_proportional_to_loss_and_priors() -> None:
     scores_LEI = torch.ones(2, 2, 10)
     assert layer_budgets(scores_LEI, torch.tensor([1.0, 3.0]), "loss", 0.5).tolist() == [5, 15]
     prior_LE = torch.tensor([[4.0, 1.0], [0.0, 2.0]])
@@ -149,7 +149,7 @@ def test_topk_channel_keeps_the_best_of_the_layer() -> None:
         assert widths_E.tolist() == torch.bincount(best, minlength=4).tolist()
 
 
-def test_coverage_pools_a_layer_and_uses_the_loss() -> None:
+def test_coverage_between_layers_pools_experts_and_uses_the_loss() -> None:
     m = model()
     budgets_L = layer_budgets(m["scores_LEI"], m["loss_L"], "coverage", 0.4)
     assert budgets_L.tolist() == solve_coverage(m["scores_LEI"].reshape(5, 64), m["loss_L"], 192).tolist()
@@ -159,7 +159,7 @@ def test_coverage_pools_a_layer_and_uses_the_loss() -> None:
         assert widths_LE[layer].tolist() == alone_E.tolist()
 
 
-def test_missing_importance_is_refused() -> None:
+def test_missing_importance_is_an_error() -> None:
     m = model()
     for strategy in ("loss", "coverage"):
         with pytest.raises(CoverageError, match=f"'{strategy}' needs the importance of every layer"):
@@ -169,7 +169,7 @@ def test_missing_importance_is_refused() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["topk_channel", "coverage"])
-def test_nan_is_refused_by_name(strategy: IntraLayer) -> None:
+def test_nan_scores_are_an_error_that_names_the_expert(strategy: IntraLayer) -> None:
     m = model()
     m["scores_LEI"][3, 2, 1] = float("nan")
     with pytest.raises(CoverageError, match="layer 3 expert 2"):

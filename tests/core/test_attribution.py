@@ -19,7 +19,7 @@ T, K, E, H, I = 23, 2, 5, 6, 8  # noqa: E741 - the axis letters
 
 
 class TinyMoE:
-    """A block whose expert outputs can be scaled one by one; float64."""
+    """An MoE layer in float64 whose expert outputs can be scaled separately."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ class TinyMoE:
         self.weights_TK, self.ids_TK = weights_TE.topk(K, dim=-1)
 
     def forward(self, factors_E: Tensor) -> Tensor:
-        # A factor on an expert's output is one on its routing weight.
+        # a factor of an expert's output is the same as a factor of its routing weight
         return reference_moe(self.x_TH, self.ids_TK, self.weights_TK * factors_E[self.ids_TK], self.experts, silu)
 
     def relative_loss(self, factors_E: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class TinyMoE:
         return ((self.forward(factors_E) - y_TH).square().sum(-1) / y_TH.square().sum(-1)).sum()
 
     def routed(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What a hook on the expert sees: its outputs, the routing weights, and the tokens."""
+        """Outputs ``[M, H]``, routing weights ``[M]`` and tokens ``[M]`` of the rows routed to an expert."""
         token_M, slot_M = (self.ids_TK == expert).nonzero(as_tuple=True)
         ones_N1 = torch.ones(len(token_M), 1, dtype=torch.float64)
         only_N1 = torch.zeros(len(token_M), 1, dtype=torch.int64)
@@ -50,7 +50,7 @@ class TinyMoE:
 
 
 def contributions(z_MH: Tensor, routing_weight_M: Tensor, y_NH: Tensor) -> Tensor:
-    """First and second order, ``[2]``, of one expert whose rows belong to the tokens one by one."""
+    """First-order and second-order importance ``[2]`` of one expert; row ``m`` belongs to token ``m``."""
     rows = expert_contributions(z_MH, routing_weight_M, y_NH, torch.arange(len(y_NH)))
     return torch.stack([rows.first_order_M.sum(), rows.second_order_M.sum()])
 
@@ -70,7 +70,7 @@ def closed_forms(moe: TinyMoE) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_second_order_is_the_ablated_loss(seed: int) -> None:
+def test_second_order_is_the_loss_without_the_expert(seed: int) -> None:
     moe = TinyMoE(seed)
     ablated = []
     for expert in range(E):
@@ -89,8 +89,8 @@ def test_first_order_is_the_gradient_at_the_scaled_point(seed: int, eps: float) 
     torch.testing.assert_close(closed_forms(moe)[0], -gradient_E / (2 * eps), rtol=1e-5, atol=0)
 
 
-def test_first_order_as_the_paper_writes_it() -> None:
-    """``-(dL/dz)^T z`` at the scaled outputs is the closed form times ``2 eps (1 - eps)``."""
+def test_first_order_is_the_papers_definition() -> None:
+    """The paper's ``-(dL/dz)^T z`` at the scaled outputs is the closed form times ``2 eps (1 - eps)``."""
     moe, eps = TinyMoE(), 0.1
     y_TH = moe.forward(torch.ones(E, dtype=torch.float64))
     scaled, rows = [], []
@@ -106,25 +106,25 @@ def test_first_order_as_the_paper_writes_it() -> None:
     torch.testing.assert_close(score_E / (2 * eps * (1 - eps)), closed_forms(moe)[0], rtol=1e-5, atol=0)
 
 
-def test_first_order_of_all_experts_counts_the_tokens() -> None:
+def test_first_order_of_all_experts_sums_to_the_number_of_tokens() -> None:
     assert closed_forms(TinyMoE())[0].sum().item() == pytest.approx(T)
 
 
-def test_batches_add_up_and_order_does_not_matter() -> None:
+def test_contributions_add_over_batches_and_order_does_not_matter() -> None:
     moe = TinyMoE()
     z_MH, routing_weight_M, token_M = moe.routed(0)
     y_NH = moe.forward(torch.ones(E, dtype=torch.float64))[token_M]
-    whole = contributions(z_MH, routing_weight_M, y_NH)
+    complete = contributions(z_MH, routing_weight_M, y_NH)
     parts = [contributions(z_MH[s], routing_weight_M[s], y_NH[s]) for s in (slice(0, 3), slice(3, None))]
-    torch.testing.assert_close(parts[0] + parts[1], whole)
+    torch.testing.assert_close(parts[0] + parts[1], complete)
     order = torch.randperm(len(routing_weight_M), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(contributions(z_MH[order], routing_weight_M[order], y_NH[order]), whole)
+    torch.testing.assert_close(contributions(z_MH[order], routing_weight_M[order], y_NH[order]), complete)
 
 
 def test_tokens_with_zero_output_and_experts_without_tokens_contribute_nothing() -> None:
     z_MH = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     y_NH = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
-    # Token 1 alone: g = 1/2, <g z, y> = 7/2, ||g z||^2 = 25/4, ||y||^2 = 2.
+    # only token 1 contributes: g = 1/2, <g z, y> = 7/2, ||g z||^2 = 25/4, ||y||^2 = 2
     first, second = contributions(z_MH, torch.tensor([1.0, 0.5]), y_NH)
     assert (first.item(), second.item()) == (7 / 4, 25 / 8)
     first, second = contributions(z_MH[:0], torch.ones(0), y_NH[:0])
@@ -133,7 +133,7 @@ def test_tokens_with_zero_output_and_experts_without_tokens_contribute_nothing()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_input_loses_nothing_further(dtype: torch.dtype) -> None:
+def test_sums_of_low_precision_inputs_are_exact(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     z_MH, y_NH = (torch.randn(300, 64, generator=generator).to(dtype) for _ in range(2))
     routing_weight_M = torch.rand(300, generator=generator).to(dtype)
@@ -179,14 +179,14 @@ def test_channel_scores_equal_their_definitions() -> None:
     )
 
 
-def test_segments_are_summed_one_by_one_and_empty_ones_are_zero() -> None:
+def test_sums_of_segments_and_of_empty_segments() -> None:
     values_MI = torch.arange(12.0).reshape(6, 2)
     sums_EI = segment_sums(values_MI, torch.tensor([2, 0, 3, 1, 0]))
     assert sums_EI.tolist() == [[2, 4], [0, 0], [18, 21], [10, 11], [0, 0]]
     assert sums_EI.dtype == torch.float64
 
 
-def test_rows_beyond_one_chunk_meet_their_own_tokens() -> None:
+def test_rows_of_several_chunks_use_their_own_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = CHUNK_ROWS + 3
     z_MH, y_TH = (torch.randn(rows, 2, dtype=torch.float64, generator=generator) for _ in range(2))

@@ -22,13 +22,13 @@ def random_problem(seed: int, groups: int, channels: int) -> tuple[Tensor, Tenso
 
 
 def both_levels(scores_LEI: Tensor, layer_prior_L: Tensor, expert_prior_LE: Tensor, budget: int) -> Tensor:
-    """Widths of the paper's two levels: layers share the budget, then the experts of each layer share its part."""
+    """Widths by the paper's two levels: the budget is split over layers, then over the experts of each layer."""
     budgets_L = solve_coverage(scores_LEI.flatten(1), layer_prior_L, budget)
     return solve_coverage(scores_LEI, expert_prior_LE, budgets_L)
 
 
 def exact_coverage(scores: list[list[int]], prior: list[int], budget: int) -> list[int]:
-    """The definition in rational arithmetic, with every tie and special case spelled out."""
+    """The definition in rational arithmetic, with explicit rules for equal thresholds and zeros."""
     if not any(prior):
         prior = [1] * len(prior)
     entries = []
@@ -46,7 +46,7 @@ def test_equals_the_definition_in_rational_arithmetic(data: st.DataObject) -> No
     groups, channels = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
     row = st.lists(st.integers(0, 4), min_size=channels, max_size=channels)
     scores = data.draw(st.lists(row, min_size=groups, max_size=groups))
-    # Powers of two: the division by phi is then exact in binary, so that ties stay ties.
+    # powers of two, so that the division by phi is exact and equal thresholds are equal in floating point
     prior = data.draw(st.lists(st.sampled_from([0, 1, 2, 4]), min_size=groups, max_size=groups))
     budget = data.draw(st.integers(0, groups * channels))
     counts_G = solve_coverage(torch.tensor(scores, dtype=torch.float64), torch.tensor(prior).double(), budget)
@@ -57,7 +57,7 @@ def test_equals_the_definition_in_rational_arithmetic(data: st.DataObject) -> No
 @given(seed=seeds, groups=st.integers(1, 9), channels=st.integers(1, 40), share=st.floats(0, 1))
 def test_equals_the_papers_search_at_fine_tolerance(seed: int, groups: int, channels: int, share: float) -> None:
     scores_GD, prior_G = random_problem(seed, groups, channels)
-    # Below one channel per group there is no alpha to find: any positive one gives every group a channel.
+    # the search cannot meet a budget below one channel per group, because every positive alpha keeps one in each group
     budget = groups + round(share * groups * (channels - 1))
     found_G = binary_search_coverage(scores_GD, prior_G, budget, tolerance=0)
     assert solve_coverage(scores_GD, prior_G, budget).tolist() == found_G.tolist()
@@ -88,7 +88,7 @@ def test_one_more_channel_of_budget_adds_one_channel(seed: int, groups: int, cha
 
 
 @given(seed=seeds, scale=st.sampled_from([2.0**-900, 2.0**-40, 2.0**40]))
-def test_units_do_not_matter(seed: int, scale: float) -> None:
+def test_counts_do_not_depend_on_the_scale_of_scores_and_priors(seed: int, scale: float) -> None:
     scores_GD, prior_G = random_problem(seed, 4, 10)
     counts_G = solve_coverage(scores_GD, prior_G, 17)
     assert solve_coverage(scores_GD * scale, prior_G, 17).tolist() == counts_G.tolist()
@@ -98,32 +98,33 @@ def test_units_do_not_matter(seed: int, scale: float) -> None:
 
 
 def test_worked_example_of_two_layers() -> None:
-    # Layer 0 holds experts (6, 3, 1) and (5, 4, 1); pooled and sorted 6 5 4 3 1 1, total 20.
-    # Layer 1 holds experts (10, 6, 0) and (2, 1, 1); pooled and sorted 10 6 2 1 1 0, total 20.
+    # layer 0 has experts (6, 3, 1) and (5, 4, 1), pooled and sorted 6 5 4 3 1 1, total 20
+    # layer 1 has experts (10, 6, 0) and (2, 1, 1), pooled and sorted 10 6 2 1 1 0, total 20
     scores_LEI = torch.tensor([[[6, 3, 1], [1, 5, 4]], [[0, 6, 10], [2, 1, 1]]], dtype=torch.float64)
     #
-    # Equal layers, 6 channels. S(n-1)/20:  layer 0:  0  .3  .55  .75  .9  .95
-    #                                       layer 1:  0  .5  .8   .9   .95  1
-    # The six smallest are 0 0 .3 .5 .55 .75: layer 0 keeps 4, layer 1 keeps 2.
-    # Inside layer 0, phi = (1, 2):  expert 0:  0  6/10 9/10      expert 1:  0  5/20 9/20
-    # The four smallest are 0 0 .25 .45: 1 and 3 channels.
-    # Inside layer 1, phi = (1, 1): the first channel of each.
+    # budget 6, equal layers; thresholds S(n-1)/20 are
+    #   layer 0:  0  .3  .55  .75  .9  .95
+    #   layer 1:  0  .5  .8   .9   .95  1
+    # the six smallest are 0 0 .3 .5 .55 .75, so layer 0 keeps 4 channels and layer 1 keeps 2
+    # inside layer 0, phi = (1, 2); thresholds are 0 6/10 9/10 of expert 0 and 0 5/20 9/20 of expert 1;
+    # the four smallest are 0 0 .25 .45, so the experts keep 1 and 3 channels
+    # inside layer 1, phi = (1, 1), so each expert keeps its first channel
     expert_prior_LE = torch.tensor([[1.0, 2.0], [1.0, 1.0]])
     widths_LE = both_levels(scores_LEI, torch.tensor([1.0, 1.0]), expert_prior_LE, 6)
     assert widths_LE.tolist() == [[1, 3], [1, 1]]
     #
-    # Layer 1 twice as important, 7 channels: its thresholds halve to 0 .25 .4 .45 .475 .5, and the seven smallest are
-    # 0 0 .25 .3 .4 .45 .475: layer 0 keeps 2, layer 1 keeps 5.
-    # Inside layer 1:  expert 0:  0  10/16  1      expert 1:  0  2/4  3/4
-    # The five smallest leave out 1: 2 and 3 channels.
+    # budget 7, layer 1 twice as important: its thresholds are 0 .25 .4 .45 .475 .5, and the seven smallest are
+    # 0 0 .25 .3 .4 .45 .475, so layer 0 keeps 2 channels and layer 1 keeps 5
+    # inside layer 1, thresholds are 0 10/16 1 of expert 0 and 0 2/4 3/4 of expert 1; the five smallest are all except
+    # 1, so the experts keep 2 and 3 channels
     widths_LE = both_levels(scores_LEI, torch.tensor([1.0, 2.0]), expert_prior_LE, 7)
     assert widths_LE.tolist() == [[1, 1], [2, 3]]
 
 
 @given(seed=seeds, share=st.floats(0, 1))
-def test_plan_meets_the_budget_to_the_channel(seed: int, share: float) -> None:
+def test_plan_uses_the_budget_exactly(seed: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    scores_LEI = torch.rand(3, 4, 5, generator=generator)  # float32, as accumulators may be
+    scores_LEI = torch.rand(3, 4, 5, generator=generator)  # accumulators can be float32
     budget = round(share * scores_LEI.numel())
     widths_LE = both_levels(
         scores_LEI, torch.rand(3, generator=generator), torch.rand(3, 4, generator=generator), budget
@@ -140,14 +141,14 @@ def test_batch_solves_each_problem() -> None:
         assert counts_BG[index].tolist() == solve_coverage(scores[index], priors[index], budget).tolist()
 
 
-def test_groups_of_zero_importance_enter_last_and_share_evenly() -> None:
+def test_groups_of_zero_importance_share_the_remaining_budget_equally() -> None:
     scores_GD, _ = random_problem(0, 4, 5)
     prior_G = torch.tensor([0.0, 1.0, 0.0, 0.0])
     assert solve_coverage(scores_GD, prior_G, 4).tolist() == [0, 4, 0, 0]
     assert solve_coverage(scores_GD, prior_G, 13).tolist() == [3, 5, 3, 2]
 
 
-def test_all_zero_scores_and_priors_mean_equal_ones() -> None:
+def test_all_zero_scores_and_priors_are_treated_as_equal() -> None:
     zero_GD, zero_G = torch.zeros(3, 4), torch.zeros(3)
     assert solve_coverage(zero_GD, torch.ones(3), 7).tolist() == [3, 2, 2]
     assert solve_coverage(zero_GD, zero_G, 7).tolist() == [3, 2, 2]
@@ -155,7 +156,7 @@ def test_all_zero_scores_and_priors_mean_equal_ones() -> None:
     assert solve_coverage(scores_GD, zero_G, 7).tolist() == solve_coverage(scores_GD, torch.ones(3), 7).tolist()
 
 
-def test_thresholds_are_those_of_the_definition() -> None:
+def test_thresholds_equal_their_definition() -> None:
     scores_GD = torch.tensor([[4.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     thresholds_GD = coverage_thresholds(scores_GD, torch.tensor([2.0, 0.5]))
     expected = [[0, 4 / 16, 7 / 16], [0, 2 / 3, 4 / 3]]
@@ -173,13 +174,13 @@ def test_count_smallest_takes_the_smallest(seed: int, budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [-1, 13])
-def test_budget_out_of_range_is_refused(budget: int) -> None:
+def test_budget_out_of_range_is_an_error(budget: int) -> None:
     with pytest.raises(CoverageError, match=rf"budget of {budget} channels is outside 0\.\.12"):
         solve_coverage(torch.ones(3, 4), torch.ones(3), budget)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_bad_numbers_are_refused_by_name(bad: float) -> None:
+def test_invalid_numbers_are_errors_that_name_the_group(bad: float) -> None:
     scores_LEI, layer_prior_L, expert_prior_LE = torch.ones(2, 3, 4), torch.ones(2), torch.ones(2, 3)
     broken_LEI = scores_LEI.clone()
     broken_LEI[1, 2, 3] = bad

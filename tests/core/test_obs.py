@@ -1,4 +1,4 @@
-"""Optimal Brain Surgeon over channels against least squares solved anew at every step."""
+"""Optimal Brain Surgeon over channels, compared with least squares that are solved again at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ridges = st.sampled_from([1e-3, RIDGE, 0.3])
 
 
 class Expert:
-    """``down_proj``, activations with channels that depend on each other, gates, and gradients at the output."""
+    """``down_proj``, activations with correlated channels, routing weights, and gradients at the output."""
 
     def __init__(self, channels: int, tokens: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -33,12 +33,12 @@ class Expert:
 
     @property
     def terms(self) -> tuple[Tensor, Tensor]:
-        """``G`` without its ridge, and ``D``."""
+        """Gram matrix ``G`` without ridge, and curvature ``D``."""
         gram_II, curvature_II = interaction_terms(self.a_MI, self.routing_weight_M, self.output_grad_NH @ self.down_HI)
         return gram_II / len(self.a_MI), curvature_II
 
     def stacked_rows(self, ridge: float) -> Tensor:
-        """Activations whose Gram matrix is ``G`` with its ridge: rows of tokens, then rows of the ridge."""
+        """Rows whose Gram matrix is ``G`` with ridge: weighted activations, then rows of the ridge."""
         weighted_MI = self.routing_weight_M[:, None] * self.a_MI / len(self.a_MI) ** 0.5
         strength = (ridge * weighted_MI.square().sum(0).mean()).sqrt()
         return torch.cat([weighted_MI, strength * torch.eye(self.a_MI.shape[1], dtype=torch.float64)])
@@ -50,21 +50,21 @@ def scores_of(*experts: Expert, ridge: float = RIDGE) -> Tensor:
 
 
 def refitted(expert: Expert, rows_RI: Tensor, kept: list[int]) -> Tensor:
-    """Columns for the kept channels that answer like all of them, ``[H, N]``, from nothing but the original ones."""
+    """Columns ``[H, N]`` for the kept channels, fitted to the output of all original channels."""
     return torch.linalg.lstsq(rows_RI[:, kept], rows_RI @ expert.down_HI.T, driver="gelsd").solution.T
 
 
 def rise(expert: Expert, rows_RI: Tensor, down_HN: Tensor, kept: list[int], channel: int) -> float:
-    """What it costs that ``channel`` goes and the others of ``kept`` take over, gradients weighing the error."""
+    """Rise of the loss, by squared gradients, if ``channel`` is removed and the other kept channels are fitted."""
     others = [index for index in kept if index != channel]
-    answer_RH = rows_RI[:, [channel]] @ down_HN[:, [kept.index(channel)]].T
-    taken_over_NH = torch.linalg.lstsq(rows_RI[:, others], answer_RH, driver="gelsd").solution
-    error_RH = answer_RH - rows_RI[:, others] @ taken_over_NH
+    output_RH = rows_RI[:, [channel]] @ down_HN[:, [kept.index(channel)]].T
+    fitted_NH = torch.linalg.lstsq(rows_RI[:, others], output_RH, driver="gelsd").solution
+    error_RH = output_RH - rows_RI[:, others] @ fitted_NH
     return float((error_RH @ expert.output_grad_NH.T).square().sum())
 
 
 def from_scratch(expert: Expert, ridge: float) -> tuple[list[int], list[float]]:
-    """Order of removal and its costs, everything solved again for every candidate at every step."""
+    """Order of removal and costs, with least squares solved again for every candidate at every step."""
     rows_RI = expert.stacked_rows(ridge)
     kept, order, costs = list(range(expert.a_MI.shape[1])), [], []
     while kept:
@@ -98,7 +98,7 @@ def test_order_and_scores_equal_refitting_from_scratch(channels: int, tokens: in
 
 
 @given(**shapes, ridge=ridges)
-def test_scores_are_finite_not_negative_and_never_equal(channels: int, tokens: int, seed: int, ridge: float):
+def test_scores_are_finite_not_negative_and_different(channels: int, tokens: int, seed: int, ridge: float):
     scores_I = scores_of(Expert(channels, tokens, seed), ridge=ridge)[0]
     assert scores_I.dtype == torch.float64
     assert bool(scores_I.isfinite().all())
@@ -106,40 +106,40 @@ def test_scores_are_finite_not_negative_and_never_equal(channels: int, tokens: i
     assert len(set(scores_I.tolist())) == channels
 
 
-def test_channels_that_have_nothing_to_do_with_each_other_score_their_curvature():
+def test_scores_of_uncorrelated_channels_are_their_curvature():
     curvature_EI = torch.tensor([[3.0, 1.0, 2.0, 0.5], [1.0, 4.0, 0.0, 2.0]], dtype=torch.float64)
     gram_EII = torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
     assert torch.equal(obs_scores(gram_EII, curvature_EI.diag_embed(), ridge=0.0), curvature_EI)
-    # the ridge is part of what others cannot say
+    # the ridge is a part of a channel that others cannot fit
     scores_EI = obs_scores(gram_EII, curvature_EI.diag_embed())
     torch.testing.assert_close(scores_EI, (1 + RIDGE) * curvature_EI, rtol=1e-12, atol=0)
 
 
-def test_the_first_of_two_identical_channels_is_free_and_the_second_is_not():
-    """By hand, for activations of 1 and curvatures ``w_i w_j`` of columns ``w = (1, 1)``."""
+def test_first_of_two_identical_channels_has_almost_no_cost():
+    """Scores are derived by hand, for activations of 1 and curvatures ``w_i w_j`` of columns ``w = (1, 1)``."""
     gram_II = torch.ones(2, 2, dtype=torch.float64)
     scores_I = obs_scores(gram_II[None], gram_II[None])[0]
     own = 1 + RIDGE
     first = own - 1 / own
-    # the second has taken over all of the first that the ridge lets it
+    # the column of the second channel has been fitted to the output of the first, up to the ridge
     second = (1 + 1 / own) ** 2 * own
     torch.testing.assert_close(scores_I, torch.tensor([first, second], dtype=torch.float64), rtol=1e-9, atol=0)
     assert first < 0.006 * second
 
 
-def test_a_channel_that_two_others_add_up_to_is_free():
+def test_a_linear_combination_of_two_channels_has_no_cost():
     expert = Expert(5, T, seed=0)
     expert.a_MI[:, 3] = expert.a_MI[:, 0] - 2 * expert.a_MI[:, 4]
     scores_I = scores_of(expert, ridge=1e-9)[0]
-    # one of the three goes for nothing, after which the other two say it all
+    # the first of the three dependent channels has no cost; the other two are then independent
     assert int((scores_I < 1e-6 * scores_I.max()).sum()) == 1
     assert int(scores_I.argmin()) in (0, 3, 4)
 
 
-def test_experts_do_not_see_each_other():
+def test_experts_are_independent():
     experts = [Expert(5, tokens, seed) for seed, tokens in enumerate((2, 5, T))]
-    alone = torch.cat([scores_of(expert) for expert in experts])
-    torch.testing.assert_close(scores_of(*experts), alone, rtol=1e-12, atol=0)
+    separate = torch.cat([scores_of(expert) for expert in experts])
+    torch.testing.assert_close(scores_of(*experts), separate, rtol=1e-12, atol=0)
 
 
 def test_experts_without_tokens_or_activations_score_zero():
@@ -151,7 +151,7 @@ def test_experts_without_tokens_or_activations_score_zero():
     assert scores_EI[1:].tolist() == [[0.0] * 4] * 2
 
 
-def test_a_curvature_that_is_no_number_is_not_hidden():
+def test_nan_curvature_gives_nan_scores():
     gram_II, curvature_II = Expert(4, T, 0).terms
     bad_II = curvature_II.clone()
     bad_II[2, 2] = torch.nan
@@ -168,31 +168,31 @@ def test_scores_scale_with_the_loss_and_with_the_activations(scale: float, seed:
     torch.testing.assert_close(obs_scores(scale * gram_EII, curvature_EII), expected_EI, rtol=1e-9, atol=0)
 
 
-def test_many_channels_stay_exact_to_the_last():
-    """Hundreds of rank-one updates in a row; the last channel is alone, so its cost is known."""
+def test_last_score_of_many_channels_is_exact():
+    """After hundreds of rank-one updates, only one channel is left, whose cost has a closed form."""
     expert = Expert(200, 400, seed=0)
     gram_II, curvature_II = expert.terms
     scores_I = scores_of(expert)[0]
     last = int(scores_I.argmax())
     gram_II.diagonal().add_(RIDGE * gram_II.diagonal().mean())
-    # its column is the fit of the whole expert by this one channel
+    # its column is fitted to the output of the unpruned expert
     column_H = expert.down_HI @ gram_II[:, last] / gram_II[last, last]
     cost = (expert.output_grad_NH @ column_H).square().sum() * gram_II[last, last]
     torch.testing.assert_close(scores_I[last], cost, rtol=1e-9, atol=0)
     assert scores_I.argsort()[0] == (curvature_II.diagonal() / torch.linalg.inv(gram_II).diagonal()).argmin()
 
 
-def test_terms_add_over_batches_and_are_wide():
+def test_terms_add_over_batches_and_are_at_least_float32():
     expert = Expert(5, T, 0)
     values = (expert.a_MI, expert.routing_weight_M, expert.output_grad_NH @ expert.down_HI)
     halves = [interaction_terms(*(value[part] for value in values)) for part in (slice(0, 5), slice(5, None))]
-    for first, second, whole in zip(*halves, interaction_terms(*values), strict=True):
-        torch.testing.assert_close(first + second, whole)
+    for first, second, complete in zip(*halves, interaction_terms(*values), strict=True):
+        torch.testing.assert_close(first + second, complete)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert all(term.dtype == torch.float32 for term in interaction_terms(*(value.to(dtype) for value in values)))
 
 
-def test_sums_are_left_as_they_were():
+def test_inputs_are_not_modified():
     gram_II, curvature_II = Expert(5, T, 0).terms
     before = (gram_II.clone(), curvature_II.clone())
     obs_scores(gram_II[None], curvature_II[None])

@@ -1,4 +1,4 @@
-"""One level over the whole model, and which importance a plan weighs by."""
+"""Plans with a global budget, and the importance that a plan uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ L, E, I = 3, 4, 6  # noqa: E741 - the axis letters
 
 
 def coverage(sparsity: float, **fields: Any) -> CoverageOptions:
-    """Options by which coverage decides on every level."""
+    """Options that allocate by coverage inside layers."""
     return CoverageOptions(sparsity=sparsity, intra_layer="coverage", **fields)
 
 
@@ -55,7 +55,7 @@ def test_global_top_channels_keep_the_best_channels_of_the_model(seed: int, spar
 
 
 @given(st.integers(0, 1000), st.floats(0, 0.99))
-def test_global_coverage_is_coverage_of_one_layer_of_all_experts(seed: int, sparsity: float):
+def test_global_coverage_is_coverage_over_all_experts(seed: int, sparsity: float):
     scores = scores_of(seed)
     plan = plan_widths(scores, coverage(sparsity, scope="global", smoothing="none"), "second_order")
     budget = int(plan.widths_LE.sum())
@@ -63,7 +63,7 @@ def test_global_coverage_is_coverage_of_one_layer_of_all_experts(seed: int, spar
     assert torch.equal(plan.widths_LE.flatten(), flat_D)
 
 
-def test_global_scope_does_not_ask_for_the_loss_of_layers():
+def test_global_scope_does_not_need_the_loss_of_layers():
     options = coverage(0.5, scope="global")
     assert not options.uses_layer_loss
     assert int(plan_widths(scores_of(0), options).widths_LE.sum()) == L * E * I // 2
@@ -71,7 +71,7 @@ def test_global_scope_does_not_ask_for_the_loss_of_layers():
 
 
 @pytest.mark.parametrize("importance", ["first_order", "second_order", "nll_signed", "nll_absolute", "nll_squared"])
-def test_expert_importance_is_the_one_asked_for(importance: str):
+def test_prior_is_the_given_expert_importance(importance: str):
     field = f"{importance}_LE"
     measured = {field: torch.rand(L, E, dtype=torch.float64)}
     options = coverage(0.5, scope="global", smoothing="none")
@@ -79,7 +79,7 @@ def test_expert_importance_is_the_one_asked_for(importance: str):
     assert torch.equal(plan.expert_prior_LE, measured[field])
 
 
-def test_signed_importance_below_zero_counts_as_zero():
+def test_negative_importance_is_treated_as_zero():
     signed_LE = torch.linspace(-1, 1, L * E, dtype=torch.float64).reshape(L, E)
     options = coverage(0.75, scope="global", smoothing="none")
     plan = plan_widths(scores_of(0, nll_signed_LE=signed_LE), options, "nll_signed")
@@ -87,18 +87,18 @@ def test_signed_importance_below_zero_counts_as_zero():
 
 
 @pytest.mark.parametrize(
-    ("layer_prior", "importance", "words"),
+    ("layer_prior", "importance", "message"),
     [
         ("uniform", "nll_squared", "do not contain nll_squared"),
         ("loss", "first_order", "do not contain the importance of layers"),
     ],
 )
-def test_importance_that_was_not_measured_is_refused(layer_prior: str, importance: Any, words: str):
-    with pytest.raises(CoverageError, match=words):
+def test_importance_that_was_not_measured_is_an_error(layer_prior: str, importance: Any, message: str):
+    with pytest.raises(CoverageError, match=message):
         plan_widths(scores_of(0), coverage(0.5, scope="layers", layer_prior=layer_prior), importance)
 
 
-def test_refusal_names_the_layer_under_global_scope():
+def test_errors_name_the_layer_with_global_scope():
     scores = scores_of(0)
     scores.channels_LEI[2, 1, 3] = float("nan")
     with pytest.raises(CoverageError, match="layer 2 expert 1"):

@@ -51,7 +51,7 @@ def test_reference_equals_the_dense_formula(bias: bool) -> None:
     ids_TK, weights_TK = make_routing(generator)
     x_TH = torch.randn(T, H, dtype=torch.float64, generator=generator)
 
-    # Every token through every expert, then a dense matrix of routing weights: no gather, no loop over tokens.
+    # all experts compute all tokens, and a dense matrix of routing weights combines their outputs
     gate_EIH, up_EIH, down_EHI = (torch.stack([e[i] for e in experts]) for i in range(3))  # pyright: ignore[reportArgumentType] - the first three are never None
     gate_TEI = torch.einsum("th,eih->tei", x_TH, gate_EIH)
     up_TEI = torch.einsum("th,eih->tei", x_TH, up_EIH)
@@ -91,7 +91,7 @@ def test_slicing_then_forward_equals_masking_then_forward(bias: bool) -> None:
     assert not torch.allclose(y_sliced, reference_moe(x_TH, ids_TK, weights_TK, experts, silu))
 
 
-def test_removed_expert_contributes_nothing_and_must_not_be_chosen() -> None:
+def test_removed_expert_has_no_output_and_must_not_be_picked() -> None:
     generator = torch.Generator().manual_seed(2)
     experts = make_experts(generator, bias=False)
     ids_TK, weights_TK = make_routing(generator, experts=E - 1)
@@ -111,7 +111,7 @@ def test_removed_expert_contributes_nothing_and_must_not_be_chosen() -> None:
         reference_moe(x_TH, ids_TK, weights_TK, experts, silu)
 
 
-def test_reference_of_low_precision_rounds_once() -> None:
+def test_reference_rounds_only_the_output() -> None:
     generator = torch.Generator().manual_seed(3)
     experts = [
         ExpertWeights(e.gate_NH.bfloat16(), e.up_NH.bfloat16(), e.down_HN.bfloat16())
@@ -126,11 +126,11 @@ def test_reference_of_low_precision_rounds_once() -> None:
 
 
 @given(
-    # Few distinct values, so that ties are the rule.
+    # few different values, so that equal scores are common
     scores=st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_kept_channels_are_the_best_and_ascending(scores: list[list[int]], data: st.DataObject) -> None:
+def test_kept_channels_are_the_best_in_ascending_order(scores: list[list[int]], data: st.DataObject) -> None:
     widths = [data.draw(st.integers(0, 5)) for _ in scores]
     kept = kept_channels(torch.tensor([scores], dtype=torch.float32), torch.tensor([widths]))
     for row, width, kept_N in zip(scores, widths, kept[0], strict=True):
@@ -147,7 +147,7 @@ def test_kept_channels_of_several_layers() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_kept_channels_refuse_what_cannot_be_ranked(bad: float) -> None:
+def test_scores_that_are_not_finite_are_an_error(bad: float) -> None:
     scores_LEI = torch.ones(2, 2, 3)
     scores_LEI[1, 0, 2] = bad
     with pytest.raises(CoverageError, match="layer 1 expert 0"):
@@ -160,7 +160,7 @@ def test_prefix_scores() -> None:
     assert prefix_LEN.dtype == torch.float64
 
 
-def test_sort_descending_leaves_its_input_alone() -> None:
+def test_sort_descending_does_not_modify_its_input() -> None:
     values = torch.tensor([[1.0, 3.0], [0.0, float("inf")], [4.0, 4.0]], dtype=torch.float64)
     before = values.clone()
     assert sort_descending(values).tolist() == [[3.0, 1.0], [float("inf"), 0.0], [4.0, 4.0]]

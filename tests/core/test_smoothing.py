@@ -16,7 +16,7 @@ importances = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max
 
 @pytest.mark.parametrize("method", METHODS)
 @given(values=importances)
-@example(values=[2e-203, 9e-300])  # whose squares are zero
+@example(values=[2e-203, 9e-300])  # their squares are zero in float64
 def test_smoothing_is_monotone_and_keeps_zero(method: Smoothing, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     y = smooth(x, method)
@@ -40,7 +40,7 @@ def test_only_outliers_change(method: Smoothing, values: list[float]) -> None:
 
 
 def test_by_hand() -> None:
-    # mean 2, population std sqrt(((2^2) * 3 + 6^2) / 4) = sqrt(12): delta = 2 + sqrt(3)
+    # the mean is 2 and the population std is sqrt((2^2 * 3 + 6^2) / 4) = sqrt(12), so delta = 2 + sqrt(3)
     x = torch.tensor([0.0, 0.0, 0.0, 8.0])
     delta = 2 + math.sqrt(3)
     assert smooth(x, "sqrt")[3].item() == pytest.approx(math.sqrt(8))
@@ -49,9 +49,9 @@ def test_by_hand() -> None:
     assert smooth(x, "huber")[3].item() == pytest.approx(math.sqrt(2 * delta * 8 - delta**2))
 
 
-def test_huber_meets_its_limit_with_equal_value_and_slope() -> None:
-    # Symmetric about 1 with std 1: delta is 1.5. The five points at the limit, evenly around it, keep mean and std
-    # close enough that the limit moves by less than the step.
+def test_huber_is_continuous_with_continuous_slope_at_its_limit() -> None:
+    # most values are symmetric about 1 with std 1, so delta is 1.5; the five values near delta change mean and std so
+    # little that delta changes by less than the step
     step = 1e-4
     around = [1.5 + k * step for k in (-2, -1, 0, 1, 2)]
     bulk = [0.0, 2.0] * 100_000
@@ -62,13 +62,13 @@ def test_huber_meets_its_limit_with_equal_value_and_slope() -> None:
 
 
 @given(values=importances, factor=st.sampled_from([1e-3, 7.0, 1e4]))
-def test_log_does_not_depend_on_the_unit(values: list[float], factor: float) -> None:
+def test_log_does_not_depend_on_the_scale(values: list[float], factor: float) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     torch.testing.assert_close(smooth(x * factor, "log"), smooth(x, "log"))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_entries_stay_equal_and_zero_stays_zero(method: Smoothing) -> None:
+def test_equal_values_remain_equal_and_zero_remains_zero(method: Smoothing) -> None:
     assert smooth(torch.zeros(3), method).tolist() == [0.0, 0.0, 0.0]
     equal = smooth(torch.full((3,), 2.0), method)
     assert len(set(equal.tolist())) == 1
@@ -77,7 +77,7 @@ def test_equal_entries_stay_equal_and_zero_stays_zero(method: Smoothing) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_layers_are_independent_and_negative_counts_as_zero(method: Smoothing) -> None:
+def test_layers_are_independent_and_negative_values_are_treated_as_zero(method: Smoothing) -> None:
     x_LE = torch.tensor([[1.0, -5.0, 3.0], [100.0, 1.0, 2.0]])
     y_LE = smooth(x_LE, method)
     assert torch.equal(y_LE[0], smooth(torch.tensor([1.0, 0.0, 3.0]), method))
@@ -85,7 +85,7 @@ def test_layers_are_independent_and_negative_counts_as_zero(method: Smoothing) -
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_not_finite_is_refused_by_name(bad: float) -> None:
+def test_values_that_are_not_finite_are_an_error_that_names_the_expert(bad: float) -> None:
     x_LE = torch.ones(2, 3)
     x_LE[1, 2] = bad
     with pytest.raises(CoverageError, match="layer 1 expert 2"):
