@@ -25,6 +25,12 @@ SCORES_NAME = "moe_coverage/scores.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # an entry with a changed digit can be valid otherwise
 CHECKSUM_KEY = "sha256"
+# far above all models; a damaged entry beyond them would take minutes to check
+MOST_LAYERS = 1_000
+MOST_EXPERTS = 8_192
+MOST_CHANNELS = 2**24
+# a JSON file that is nested deeper ends Python's recursion in the programs that read it
+MOST_LEVELS = 64
 
 Layout = Literal["ragged", "padded", "uniform"]
 
@@ -45,6 +51,8 @@ class Manifest:
             each expert, in expert order. 0: the expert was removed, has no tensors, and the router must never pick it.
         block_size: every width is a multiple of it; 1 if widths are not aligned.
         provenance: versions, source model, calibration data and recipe; information for people.
+        contents: names, dtypes and shapes of all tensors, and the sizes in the model's config, as they were written
+            (:mod:`~.files.record`); empty in checkpoints of release 0.1.
         version: schema version of the entry.
 
     Raises:
@@ -57,6 +65,7 @@ class Manifest:
     block_size: int = 1
     provenance: dict[str, Any] = field(default_factory=dict)
     version: int = SCHEMA_VERSION
+    contents: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # JSON may hold true and 1.0, which both equal 1
@@ -90,6 +99,7 @@ class Manifest:
             not all(type(size) is int for size in sizes)
             or not all(isinstance(name, str) and isinstance(widths, list) for name, widths in layers)
             or not isinstance(self.provenance, dict)
+            or not isinstance(self.contents, dict)
         ):
             raise CoverageError(
                 f"{CONFIG_KEY} entry has values of wrong types, for sizes and widths only integers are valid: it is "
@@ -100,6 +110,18 @@ class Manifest:
                 f"{CONFIG_KEY} entry has block_size {self.block_size}, expected at least 1: it is damaged, copy "
                 "config.json again"
             )
+        experts = max((len(widths) for _, widths in layers if widths is not None), default=0)
+        sizes_and_limits = (
+            ("layers", len(layers), MOST_LAYERS),
+            ("experts in a layer", experts, MOST_EXPERTS),
+            ("channels in an expert (intermediate_size)", self.intermediate_size, MOST_CHANNELS),
+        )
+        for what, size, most in sizes_and_limits:
+            if size > most:
+                raise CoverageError(
+                    f"{CONFIG_KEY} entry names {short(size)} {what}, at most {most} are supported: it is damaged, "
+                    "copy config.json again"
+                )
 
     def _check_layer(self, name: str, widths: list[int]) -> None:
         for expert, width in enumerate(widths):
@@ -144,6 +166,8 @@ class Manifest:
         ``removed_experts`` is written for people who read the file; reading derives it from ``widths``.
         """
         entry = json.loads(json.dumps(asdict(self) | {"removed_experts": self.removed_experts}))
+        if not self.contents:
+            del entry["contents"]
         return entry | {CHECKSUM_KEY: checksum(entry)}
 
     @classmethod
@@ -223,15 +247,46 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint.
 
     Raises:
-        CoverageError: the file is absent, or is not a JSON object.
+        CoverageError: the file is absent, or is not a JSON object; a key occurs twice in one object; or values are
+            nested too deep for the programs that read the file.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        _check_depth(value)
+    except RecursionError as error:
+        raise CoverageError(
+            f"{file} cannot be read (it is nested deeper than {MOST_LEVELS} levels): copy the checkpoint again"
+        ) from error
+    except (OSError, ValueError) as error:
         raise CoverageError(f"{file} cannot be read ({error}): copy the checkpoint again") from error
     if not isinstance(value, dict):
         raise CoverageError(f"{file} cannot be read (it is not a JSON object): copy the checkpoint again")
     return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object; readers differ in which of two equal keys they use."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {short(twice)} twice")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
 from moe_coverage_plugin.files.atomic import write_atomically
+from moe_coverage_plugin.files.record import record_contents
 from moe_coverage_plugin.manifest import CONFIG_KEY, Layout, Manifest
 
 STATUS_KEY = "quantization_status"
@@ -43,16 +45,17 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_exp
     # a file inherited from the source model can have a quantization or a manifest that is not of these weights
     quantization = config.pop("quantization_config", None) if quantized else dict(UNQUANTIZED)
     config.pop(CONFIG_KEY, None)
-    if loads_in_transformers(manifest.layout, quantized, single_experts):
-        # transformers opens no quantization_config that quantizes nothing
-        config[CONFIG_KEY] = manifest.to_entry()
-    else:
-        assert quantization is not None, "the toolkit describes what it quantized"
-        # patch: unknown-status
-        status = {STATUS_KEY: CONFIG_KEY} if quantized and not single_experts else {}
-        config["quantization_config"] = quantization | status | {CONFIG_KEY: manifest.to_entry()}
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width
+    # transformers opens no quantization_config that quantizes nothing
+    if not (at_top := loads_in_transformers(manifest.layout, quantized, single_experts)):
+        assert quantization is not None, "the toolkit describes what it quantized"
+        # patch: unknown-status
+        status = {STATUS_KEY: CONFIG_KEY} if quantized and not single_experts else {}
+        config["quantization_config"] = quantization | status
+    # last, because the entry records the config as well
+    manifest = replace(manifest, contents=record_contents(directory, manifest, config))
+    (config if at_top else config["quantization_config"])[CONFIG_KEY] = manifest.to_entry()
     # patch: source-config
     write_atomically(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

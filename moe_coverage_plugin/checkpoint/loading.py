@@ -15,7 +15,7 @@ from moe_coverage_plugin.checkpoint.origin import read_origin
 from moe_coverage_plugin.checkpoint.saving import PruningRecord, save_with_manifest
 from moe_coverage_plugin.checkpoint.skeleton import build_skeleton
 from moe_coverage_plugin.checkpoint.tensors import read_tensors
-from moe_coverage_plugin.files.weights import weight_files
+from moe_coverage_plugin.files.integrity import check_checkpoint
 from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json, report_layers
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.nf4 import check_config, quantize_linears
@@ -47,16 +47,17 @@ def load(
             width works; multiples of 64 have faster kernels. Needs the extra ``nf4``.
 
     Raises:
-        CoverageError: the directory is not a pruned checkpoint, or a damaged or incomplete one; a tensor is missing,
-            left over, or of another shape than the manifest says; the checkpoint needs code that is not trusted; or
-            the ``quantization_config`` is not supported.
+        CoverageError: the directory is not a pruned checkpoint, or a damaged or incomplete one
+            (:func:`~.integrity.check_checkpoint`, as in all readers); a tensor is missing, left over, or of another
+            shape than the model has; the checkpoint needs code that is not trusted; or the ``quantization_config`` is
+            not supported.
     """
     path = Path(path)
     if not (path / "config.json").is_file() or (manifest := Manifest.from_checkpoint(path)) is None:
         raise CoverageError(
             f"{path} is not a pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
         )
-    files = weight_files(path)
+    tensors = check_checkpoint(path, manifest)
     report = _read_report(path / REPORT_NAME)
     config, quantization = read_config(path, manifest, trust_remote_code)
     if quantization_config is not None:
@@ -65,7 +66,7 @@ def load(
     model_dtype = dtype or config.dtype
     model = build_skeleton(config, manifest, model_dtype, trust_remote_code)
     compressor = expect_compressed(model, quantization) if quantization is not None else None
-    read_tensors(model, files, dtype)
+    read_tensors(model, tensors, dtype)
     if compressor is not None:
         decompress(model, compressor, model_dtype)
     if quantization_config is not None:

@@ -1,8 +1,9 @@
-"""Reads the tensors of a checkpoint into a model, and checks every one of them."""
+"""Reads the tensors of a checkpoint into a model, and compares every one of them with the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import cast
 
@@ -13,48 +14,37 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from moe_coverage_plugin.files.headers import Tensors
 from moe_coverage_plugin.files.weights import open_weights
 from moe_coverage_plugin.manifest import CoverageError
 
 
-def read_tensors(model: PreTrainedModel, files: list[Path], dtype: torch.dtype | None) -> None:
-    """Assign every tensor of the files to the parameter or buffer of its name.
+def read_tensors(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype | None) -> None:
+    """Assign every tensor of a checkpoint to the parameter or buffer of its name.
 
     Args:
         model: without weights; its tensors have the shapes and dtypes of those in the files.
-        files: weight files of one checkpoint.
+        tensors: headers of one checkpoint, checked.
         dtype: cast floating-point tensors to it; not given, they keep their dtypes.
 
     Raises:
-        CoverageError: a tensor is missing, left over, stored twice, or has another shape or dtype than the model.
+        CoverageError: a tensor is missing, left over, or has another shape or dtype than the model.
     """
     expected = names_on_disk(model)
+    _check_names(tensors.keys(), expected.keys())
     dtype_of = parameter_dtypes(model, dtype) if dtype is not None else None
-    seen: set[str] = set()
-    for file in tqdm(files, desc="Loading", disable=None):
+    names_in: dict[Path, list[str]] = defaultdict(list)
+    for name, header in tensors.items():
+        names_in[header.file].append(name)
+    for file, disk_names in tqdm(names_in.items(), desc="Loading", disable=None):
         state: dict[str, Tensor] = {}
         with open_weights(file) as shard:
-            for disk_name in shard.keys():  # noqa: SIM118  # an open file is not a mapping
-                if disk_name not in expected:
-                    raise CoverageError(
-                        f"{file.name} holds {disk_name}, which the model described by its manifest does not have: "
-                        "weights and config.json are not of the same checkpoint, copy it again"
-                    )
-                if disk_name in seen:
-                    raise CoverageError(
-                        f"{file.name} holds {disk_name} a second time: the files are of two checkpoints, copy it again"
-                    )
+            for disk_name in disk_names:
                 name, wanted = expected[disk_name]
                 tensor = shard.get_tensor(disk_name)
                 _check_tensor(model, disk_name, name, tensor, wanted)
                 state[name] = tensor.to(dtype_of(name)) if dtype_of and tensor.is_floating_point() else tensor
-                seen.add(disk_name)
         model.load_state_dict(state, strict=False, assign=True)
-    if missing := sorted(expected.keys() - seen):
-        raise CoverageError(
-            f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}: it was not written or copied "
-            "completely, copy it again"
-        )
     model.tie_weights()
     assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no value"
 
@@ -89,6 +79,20 @@ def names_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, Tensor]]:
             "serve the checkpoint in vLLM"
         )
     return {disk_name: (name_of[id(tensor)], tensor) for disk_name, tensor in on_disk.items()}
+
+
+def _check_names(found: Collection[str], expected: Collection[str]) -> None:
+    """The record of a checkpoint's contents has the same names, but checkpoints of release 0.1 have no record."""
+    if left_over := sorted(set(found) - set(expected)):
+        raise CoverageError(
+            f"the checkpoint holds {left_over[0]}, which the model described by its manifest does not have: weights "
+            "and config.json are not of the same checkpoint, copy it again"
+        )
+    if missing := sorted(set(expected) - set(found)):
+        raise CoverageError(
+            f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}: it was not written or copied "
+            "completely, copy it again"
+        )
 
 
 def _check_tensor(model: PreTrainedModel, disk_name: str, name: str, tensor: Tensor, wanted: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""Reads a checkpoint directory: JSON files and the headers of weight files, but no weights."""
+"""Reads a checkpoint directory: JSON files, headers of weight files and scales, but no weights."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,25 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_coverage_plugin.expert_scheme import quantized_groups
-from moe_coverage_plugin.files.weights import open_weights, weight_files
-from moe_coverage_plugin.manifest import CONFIG_KEY, REPORT_NAME, CoverageError, Manifest, read_json, report_layers
+from moe_coverage_plugin.files.headers import Tensors
+from moe_coverage_plugin.files.integrity import check_checkpoint
+from moe_coverage_plugin.manifest import (
+    CONFIG_KEY,
+    REPORT_NAME,
+    CoverageError,
+    Layout,
+    Manifest,
+    read_json,
+    report_layers,
+)
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in the header of a weight file; ``dtype`` in the spelling of safetensors, such as ``BF16``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        bits = re.search(r"\d+", self.dtype)
-        return math.prod(self.shape) * (int(bits[0]) if bits is not None else 8) // 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     quantization: Mapping[str, Any]
     manifest: Manifest
-    tensors: dict[str, StoredTensor]
+    tensors: Tensors
     report: dict[str, dict[str, Any]]
     plan: dict[str, Any]
     remarks: list[str]
@@ -105,36 +98,21 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise CoverageError(f"{directory} is not a directory: give that of a pruned checkpoint")
-    config = read_json(directory / "config.json")
-    quantization = config.get("quantization_config") or {}
-    text_config = config.get("text_config") or config
-    parts = [text_config, quantization]
-    if isinstance(quantization, Mapping):
-        parts.append(quantization.get("config_groups", {}))
-    if not all(isinstance(part, Mapping) for part in parts):
-        raise CoverageError(f"{directory / 'config.json'} is damaged: copy the checkpoint again")
     manifest = Manifest.from_checkpoint(directory)
     if manifest is None:
         raise CoverageError(
             f"{directory} is not a pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
             "ChannelPruningModifier wrote"
         )
-    tensors = _read_headers(directory)
+    tensors = check_checkpoint(directory, manifest)
+    config = read_json(directory / "config.json")
+    quantization = config.get("quantization_config") or {}
+    text_config = config.get("text_config") or config
     remarks: list[str] = []
     if "auto_map" in config:
         remarks.append("config.json names Python files with the model's code (auto_map), which were not run")
     layers, plan = _read_report(directory / REPORT_NAME, manifest, remarks)
     return Checkpoint(directory, text_config, quantization, manifest, tensors, layers, plan, remarks)
-
-
-def _read_headers(directory: Path) -> dict[str, StoredTensor]:
-    tensors = {}
-    for file in weight_files(directory):
-        with open_weights(file, "np") as shard:
-            for name in shard.keys():  # noqa: SIM118  # an open file is not a mapping
-                header = shard.get_slice(name)
-                tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), file)
-    return tensors
 
 
 def _read_report(
@@ -147,7 +125,7 @@ def _read_report(
     try:
         report = read_json(path)
         layers = report_layers(report)
-        fits = bool(layers) and all(_fits(layers[name], manifest.widths.get(name)) for name in layers)
+        fits = bool(layers) and all(_fits(layers[name], manifest, name) for name in layers)
     except CoverageError as error:
         remarks.append(f"{error}, so coverage and calibration tokens are unknown")
         return {}, {}
@@ -158,9 +136,21 @@ def _read_report(
     return dict(layers), plan if isinstance(plan, dict) else {}
 
 
-def _fits(layer: Any, widths: list[int] | None) -> bool:
-    if not isinstance(layer, dict) or widths is None or layer.get("widths") != widths:
+def _fits(layer: Any, manifest: Manifest, name: str) -> bool:
+    widths = manifest.widths.get(name)
+    if not isinstance(layer, dict) or widths is None or not _fit_widths(layer.get("widths"), widths, manifest.layout):
         return False
     tokens, coverage = layer.get("tokens"), layer.get("coverage")
     counts = isinstance(tokens, list) and len(tokens) == len(widths) and all(type(count) is int for count in tokens)
-    return counts and type(coverage) is float
+    return counts and type(coverage) in (int, float)
+
+
+def _fit_widths(kept: Any, stored: list[int], layout: Layout) -> bool:
+    """Whether the channels that a plan kept of each expert fit those that are stored, of which some can be padding."""
+    if layout != "padded":
+        return kept == stored
+    return (
+        isinstance(kept, list)
+        and len(kept) == len(stored)
+        and all(type(width) is int and 0 <= width <= most for width, most in zip(kept, stored, strict=True))
+    )

@@ -29,11 +29,7 @@ def run(arguments: Namespace) -> None:
     Raises:
         CoverageError: not a pruned checkpoint, or a damaged one.
     """
-    # here, because it takes a second to import; the same check runs in vLLM
-    from moe_coverage_plugin.serving.headers import check_headers
-
     checkpoint = read_checkpoint(Path(arguments.checkpoint))
-    check_headers(checkpoint.directory, checkpoint.manifest)
     summary = _summary(checkpoint)
     _show(summary)
     if arguments.json is not None:

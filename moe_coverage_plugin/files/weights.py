@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from moe_coverage_plugin.manifest import INDEX_NAME, CoverageError, read_json
 
 SUFFIX = ".safetensors"
+# files that engines load weights from by default; pickles are among them
+LOADED = (f"*{SUFFIX}", "*.bin", "*.pt", INDEX_NAME)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -26,7 +28,7 @@ def weight_files(directory: Path) -> list[Path]:
             directory; a file is absent, or is a link to another place.
     """
     has_index = os.path.lexists(directory / INDEX_NAME)
-    names = _indexed_names(directory) if has_index else sorted(file.name for file in directory.glob(f"*{SUFFIX}"))
+    names = _indexed_names(directory) if has_index else _files_there(directory)
     if not names:
         raise CoverageError(
             f"{directory} holds no weights, neither {INDEX_NAME} nor any *{SUFFIX}: the checkpoint is incomplete or "
@@ -40,6 +42,11 @@ def weight_files(directory: Path) -> list[Path]:
                 "again"
             )
         _check_place(directory, name)
+    if has_index and (stray := sorted(set(_files_there(directory)) - set(names))):
+        raise CoverageError(
+            f"{directory} holds {stray[0]}, which {INDEX_NAME} does not list: it is of another checkpoint or "
+            "of another kind, move it out of the directory, or copy the checkpoint again into a new one"
+        )
     return [directory / name for name in names]
 
 
@@ -63,6 +70,16 @@ def open_weights(file: Path, framework: str = "pt") -> Iterator[Any]:
         ) from error
 
 
+def has_weights(directory: Path) -> bool:
+    """Return whether a path is a local directory with a file that an engine may load."""
+    return any(any(directory.glob(pattern)) for pattern in LOADED)
+
+
+def _files_there(directory: Path) -> list[str]:
+    # file managers put hidden files of the same suffix beside them, which no engine reads
+    return sorted(file.name for file in directory.glob(f"*{SUFFIX}") if not file.name.startswith("."))
+
+
 def _indexed_names(directory: Path) -> list[str]:
     index = read_json(directory / INDEX_NAME)
     weight_map = index.get("weight_map")
@@ -80,11 +97,20 @@ def _indexed_names(directory: Path) -> list[str]:
 
 def _check_place(directory: Path, name: str) -> None:
     place = Path(os.path.realpath(directory / name))
-    allowed = [Path(os.path.realpath(directory))]
-    # in the Hugging Face cache, snapshots/REVISION/FILE is a link to blobs/HASH
-    snapshots = [parent.parent for parent in directory.absolute().parents if parent.name == "snapshots"]
-    allowed += [Path(os.path.realpath(repository / "blobs")) for repository in snapshots]
-    if not any(place.is_relative_to(parent) for parent in allowed):
-        raise CoverageError(
-            f"{name} is a link to {place}, outside of {directory}: copy the file itself into the directory"
-        )
+    home = Path(os.path.realpath(directory))
+    if place.is_relative_to(home):
+        return
+    # in the Hugging Face cache, snapshots/REVISION/FILE is a link to blobs/HASH; the directory itself may be a link to
+    # such a revision, or in a cache that is a link
+    snapshots = [parent for path in (directory.absolute(), home) for parent in path.parents]
+    repositories = [parent.parent for parent in snapshots if parent.name == "snapshots"]
+    if any(place.is_relative_to(os.path.realpath(repository / "blobs")) for repository in repositories):
+        return
+    # a download into a directory can have links into the cache
+    if place.parent.name == "blobs" and any(
+        os.path.realpath(file) == str(place) for file in place.parent.parent.glob(f"snapshots/*/{name}")
+    ):
+        return
+    raise CoverageError(
+        f"{name} is a link to {place}, outside of {directory}: copy the file itself into the directory"
+    )

@@ -25,7 +25,8 @@ def _register() -> None:
 
     from moe_coverage_plugin.manifest import CONFIG_KEY
     from moe_coverage_plugin.serving import compat
-    from moe_coverage_plugin.serving.config import CoverageConfig, has_ragged_experts
+    from moe_coverage_plugin.serving.config import CoverageConfig, check_unquantized, has_ragged_experts
 
+    compat.check_model_config(check_unquantized)
     compat.lift_expert_width_check(has_ragged_experts)
     register_quantization_config(CONFIG_KEY)(CoverageConfig)

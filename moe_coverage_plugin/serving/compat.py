@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import wraps
 from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import _custom_ops as ops  # loads the operators that are looked up below
 from vllm import envs
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -234,6 +235,33 @@ def lift_expert_width_check(is_unread: Callable[[Any], bool]) -> None:
     check_unless_unread.coverage_check = check  # pyright: ignore[reportFunctionMemberAccess]
     # patch: expert-width-check
     FusedMoEConfig.__post_init__ = check_unless_unread
+
+
+def check_model_config(check: Callable[[str, Any], None]) -> None:
+    """Run ``check`` on the path and the Hugging Face config of every model, in the user's process.
+
+    vLLM asks quantization configs about a model only if its config has a ``quantization_config``. Written for 0.26 and
+    0.32, in which ``ModelConfig`` decides that in one method.
+
+    Args:
+        check: raises an error if the model must not be loaded.
+
+    Raises:
+        AttributeError: ``ModelConfig`` has no such method any more.
+    """
+    verify = ModelConfig._verify_quantization
+    if hasattr(verify, "coverage_check"):
+        return
+
+    @wraps(verify)
+    def check_and_verify(model_config: ModelConfig) -> None:
+        check(model_config.model, model_config.hf_config)
+        verify(model_config)
+
+    # a mark, so that the method is replaced once
+    check_and_verify.coverage_check = verify  # pyright: ignore[reportAttributeAccessIssue]
+    # patch: unquantized-checkpoints
+    ModelConfig._verify_quantization = check_and_verify
 
 
 def check_engine_config(architectures: Iterable[str], check: Callable[[VllmConfig], None]) -> None:

@@ -22,11 +22,13 @@ from moe_coverage_plugin.expert_scheme import (
     layer_entry,
     served_scheme,
 )
+from moe_coverage_plugin.files.integrity import check_checkpoint
+from moe_coverage_plugin.files.quantization import check_quantization
+from moe_coverage_plugin.files.weights import has_weights
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
-from moe_coverage_plugin.serving.headers import check_headers, has_weights
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ class CoverageConfig(CompressedTensorsConfig):
         """
         if Manifest.from_quantization_config(hf_quant_cfg) is None:
             return None
+        # before vLLM's own classes read it, which expect the types that the toolkit writes
+        check_quantization(hf_quant_cfg)
         compat.check_engine_config(getattr(hf_config, "architectures", None) or (), check_deployment)
         return CONFIG_KEY
 
@@ -110,7 +114,7 @@ class CoverageConfig(CompressedTensorsConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: PretrainedConfig | None = None, revision: str | None = None
     ) -> None:
-        """Compare the checkpoint with its widths, and restore the original expert width in the model's config.
+        """Check the checkpoint's files, and restore the original expert width in the model's config.
 
         A ragged checkpoint declares a width at which stock engines stop. Models derive more from that number, such as
         the width of shared experts.
@@ -121,12 +125,11 @@ class CoverageConfig(CompressedTensorsConfig):
             revision: of a checkpoint that is not local.
 
         Raises:
-            CoverageError: a local checkpoint lacks files or tensors that its widths require, or has others.
+            CoverageError: a local checkpoint is incomplete, damaged, or not that of its manifest.
         """
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
         # also for stock methods, which fill a buffer with a narrower tensor without an error
-        if has_weights(Path(model_name)):
-            check_headers(Path(model_name), self.manifest)
+        check_local(model_name, self.manifest)
         if hf_config is None or self.manifest.layout != "ragged":
             return
         text_config = hf_config.get_text_config()
@@ -182,6 +185,22 @@ class CoverageConfig(CompressedTensorsConfig):
                 "weights of 4 bits: quantize it with W4A16 or FP8_DYNAMIC, or serve it on a GPU"
             )
         return DecompressedLinearMethod(scheme)
+
+
+def check_local(model_name: str, manifest: Manifest | None) -> None:
+    """Check the files of a local checkpoint; one that vLLM will download, or without weights, is not checked.
+
+    Raises:
+        CoverageError: it is incomplete, damaged, or not that of its manifest.
+    """
+    directory = Path(model_name)
+    if manifest is not None and has_weights(directory) and (directory / "config.json").is_file():
+        check_checkpoint(directory, manifest)
+
+
+def check_unquantized(model_name: str, hf_config: PretrainedConfig) -> None:
+    """Check a checkpoint whose entry is at the top level of ``config.json``, for which vLLM asks no quantization."""
+    check_local(model_name, Manifest.from_quantization_config({CONFIG_KEY: getattr(hf_config, CONFIG_KEY, None)}))
 
 
 def has_ragged_experts(quantization: object) -> bool:

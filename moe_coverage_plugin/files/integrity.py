@@ -1,0 +1,58 @@
+"""The one check of a checkpoint's files that every reader calls first: ``load``, ``moe-coverage inspect`` and vLLM.
+
+Reads headers, scales and small tensors, but no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_coverage_plugin.files.expert_tensors import find_experts, names_of
+from moe_coverage_plugin.files.headers import Tensors, read_headers
+from moe_coverage_plugin.files.mtp import is_mtp_name
+from moe_coverage_plugin.files.quantization import check_quantization
+from moe_coverage_plugin.files.record import check_record
+from moe_coverage_plugin.files.storage import check_storage, modules_of
+from moe_coverage_plugin.files.structure import check_experts, check_others, check_sizes
+from moe_coverage_plugin.files.values import Values, check_values, read_shapes
+from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
+
+
+def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
+    """Check that config, manifest and weight files of a local checkpoint belong together and are complete.
+
+    Checkpoints of release 0.1 have no record of their contents. Their experts, scales and the shapes that follow from
+    the config are checked as all others, but a missing tensor outside the experts is found only where other tensors
+    need it.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+
+    Returns:
+        The headers of all tensors, except those of layers that predict several tokens, which no reader loads.
+
+    Raises:
+        CoverageError: a file or a tensor is missing, left over, damaged or of another checkpoint; the message names
+            the first one.
+    """
+    file = directory / "config.json"
+    config = read_json(file)
+    text_config = config.get("text_config") or config
+    quantization = config.get("quantization_config") or {}
+    check_quantization(quantization)
+    if not isinstance(text_config, Mapping):
+        raise CoverageError(f"{file} is damaged (text_config is not an object): copy the checkpoint again")
+    check_sizes(text_config, manifest)
+    # engines pass over layers that predict several tokens, which some tools copy from the source of a model
+    tensors = {name: tensor for name, tensor in read_headers(directory).items() if not is_mtp_name(name, config)}
+    experts = find_experts(tensors, manifest)
+    modules, values = modules_of(tensors), Values()
+    unpacked = read_shapes(modules, values)
+    check_storage(modules, unpacked, quantization)
+    check_experts(tensors, experts, manifest, modules, unpacked)
+    check_others(tensors, modules, text_config, manifest)
+    check_record(tensors, config, manifest)
+    check_values(tensors, names_of(experts), manifest, values)
+    return tensors
