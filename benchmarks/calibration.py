@@ -1,8 +1,8 @@
-"""How long scoring takes and what memory it needs, on a random model of the shape of Qwen3-30B-A3B.
+"""Measures time and memory of scoring, on a random model with the shape of Qwen3-30B-A3B.
 
-Three runs of ``oneshot`` on the same tokens: a modifier that does nothing (the toolkit's own pass), scores in closed
-form, and scores from gradients. Prints tokens per second, what a calibration set of 3 M tokens would take, peak
-memory, and times relative to the first; writes them with the card and versions.
+Runs ``oneshot`` three times on the same tokens: with a modifier that does nothing (the toolkit's own pass), with
+scores in closed form, and with scores from gradients. Prints tokens per second, minutes for a calibration set of 3 M
+tokens, peak memory, and times relative to the first run. ``--json`` writes these figures with the card and versions.
 
     PYTHONPATH=. python benchmarks/calibration.py --json benchmarks/calibration.json
 """
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moe_coverage_plugin import AttributionModifier
 
-# Qwen3-30B-A3B; for a try on a small machine, see --small
+# Qwen3-30B-A3B
 FULL: dict[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -52,7 +52,7 @@ PACKAGES = ("moe-coverage-plugin", "llmcompressor", "transformers", "torch")
 
 
 class NoOpModifier(Modifier):
-    """Asks for calibration data and looks at nothing: what the toolkit's own pass costs."""
+    """Requires calibration data and does nothing, to measure the toolkit's own pass."""
 
     requires_calibration_data: bool = True
 
@@ -85,13 +85,13 @@ class Timing:
 
 
 def random_model(shape: dict[str, Any], device: torch.device, directory: Path) -> PreTrainedModel:
-    """Weights as an untrained model has them, experts as the toolkit wants them."""
+    """Build a model with random weights and linear experts."""
     config = Qwen3MoeConfig(**shape)
     config.save_pretrained(directory)
     torch.manual_seed(0)
     model = _linear_model(config, device, min(LAYERS_AT_ONCE, config.num_hidden_layers))
     while (missing := config.num_hidden_layers - len(model.model.layers)) > 0:
-        # linearizing holds experts twice, which a card has no room for when done for all layers at once
+        # linearizing needs twice the memory of the experts, so it is done for a few layers at a time
         model.model.layers.extend(_linear_model(config, device, min(LAYERS_AT_ONCE, missing)).model.layers)
     model.config = model.model.config = config
     model.config._name_or_path = str(directory)
@@ -108,7 +108,7 @@ def _linear_model(config: Qwen3MoeConfig, device: torch.device, layers: int) -> 
 
 
 def measure(name: str, model: PreTrainedModel, ids_BS: torch.Tensor, batch_size: int) -> Timing:
-    """Wall-clock of a whole ``oneshot``, the samples' way through the data loader included."""
+    """Measure the wall-clock time of a complete ``oneshot``, including the data loader."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -132,7 +132,7 @@ def measure(name: str, model: PreTrainedModel, ids_BS: torch.Tensor, batch_size:
 
 
 def table(timings: list[Timing], tokens: float) -> str:
-    """Timings, and the minutes that ``tokens`` would take."""
+    """Table of timings, with the minutes that ``tokens`` would take."""
     first = timings[0]
     rows = [
         (
@@ -151,11 +151,13 @@ def table(timings: list[Timing], tokens: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--own-samples", type=int, default=32, help="of them, for the toolkit's own, slower pass")
+    parser.add_argument(
+        "--own-samples", type=int, default=32, help="samples of the toolkit's own pass, which is slower"
+    )
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--small", action="store_true", help="a tiny shape, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="use a tiny shape, for a trial")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 

@@ -1,31 +1,34 @@
-"""Peak memory of a whole job, open to save, on a random model in shards. Linux, CPU.
+"""Measures the peak memory of a job that opens, compresses and saves a sharded random model. Linux, CPU.
 
     python -m benchmarks.memory                       # about 7 GB, hours on a slow CPU: see --openings, --bits
-    python -m benchmarks.memory --small               # a hundred MB, to see that it runs
+    python -m benchmarks.memory --small               # about 100 MB, for a trial
     python -m benchmarks.memory --render
 
-Every job runs in a process of its own, which first takes a tiny model through the same job, so that all modules are
-imported. What is resident then is the start; the peak is ``VmHWM`` from there on less the start. It counts pages of
-mapped files, too, although the kernel would drop them if memory were short, so it is the stricter of the two figures;
-anonymous memory is sampled from outside and shown beside it. The bar is 1.15 times the checkpoint and one layer.
+Each job runs in its own process, which first runs the same job on a tiny model, so that all modules are imported. The
+resident memory after that is the start, and the peak is the increase of ``VmHWM`` over the start. The peak includes
+pages of mapped files, although the kernel drops them when memory is short, so it is the stricter of two figures. The
+other one, anonymous memory, is sampled by the parent process. The limit is 1.15 times the bytes of the checkpoint,
+plus the bytes of one layer.
 
-Openings, all by the toolkit's own means:
+Ways to open the model, all provided by the toolkit:
 
 fused
     ``oneshot(model=path)``. transformers merges the experts of a layer into one tensor while the files are mapped, and
-    what stays mapped (attention, norms) keeps all pages of its file; then ``linearize_moe`` copies every expert, and
-    holds every merged one until the last is copied. Both happen before the first modifier runs.
+    weights that stay mapped (attention, norms) keep all pages of their file in memory. Then ``linearize_moe`` copies
+    every expert, and keeps all merged tensors until the last expert is copied. Both happen before the first modifier
+    runs.
 linear
-    the same call inside ``with load_quantizable_moe():``, which opens experts one by one: weights stay in the mapped
-    files until they are pruned, layer by layer. transformers resolves lazy modules meanwhile that need torchvision,
-    so where that is not installed, forget them first, as :func:`run_job` does.
+    The same call inside ``with load_quantizable_moe():``, which opens experts one by one: weights stay in the mapped
+    files until they are pruned, layer by layer. During this, transformers resolves lazy modules that need torchvision.
+    If it is not installed, remove these modules first, as :func:`run_job` does.
 offloaded
-    ``from_pretrained(device_map="auto_offload")`` inside ``with load_context():``, two layers' bytes in CPU memory and
-    the rest on disk, then ``oneshot(model=model)``.
+    ``from_pretrained(device_map="auto_offload")`` inside ``with load_context():``, with the bytes of two layers in CPU
+    memory and the rest on disk, then ``oneshot(model=model)``.
 
-Seen on the way with a model of 508 MB in layers of 40 MB, 4 or 16 tokens: 1.38 GB for fused, whose opening alone takes
-1.06, and with 4 bits 0.50 linear and 0.12 offloaded. Before `modeling/memory.py` those were 0.84 and 0.76: glibc kept
-the freed weights. Reconstruction wrote fitted columns into pages of the mapped files, which became anonymous so.
+Earlier measurements, with a model of 508 MB, layers of 40 MB, and 4 or 16 tokens: fused takes 1.38 GB, of which
+opening takes 1.06. With 4 bits, linear takes 0.50 and offloaded 0.12. Before `modeling/memory.py`, these were 0.84 and
+0.76, because glibc kept freed weights, and because reconstruction wrote fitted columns into pages of the mapped files,
+which made these pages anonymous.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ from tabulate import tabulate
 from benchmarks.commands import portable
 from benchmarks.markers import RESULTS, markers, write_between
 from benchmarks.plan import processor
-from benchmarks.resident import Resident, Sampler, forget_peak, resident
+from benchmarks.resident import Resident, Sampler, reset_peak, resident
 from moe_coverage_plugin.files.atomic import write_atomically
 
-# Qwen3-30B-A3B with half of its experts, so that more layers than a few fit; their number follows from the size asked
+# Qwen3-30B-A3B with half of its experts, so that a checkpoint has several layers; --gigabytes sets their number
 FULL: dict[str, Any] = {
     "hidden_size": 2048,
     "num_attention_heads": 32,
@@ -81,7 +84,8 @@ NAME = "memory"
 BEGIN, END = markers(NAME)
 INTRODUCTION = f"""## Peak memory of a whole job
 
-Written by `python -m benchmarks.memory --render`; what the openings are and what counts: `benchmarks/memory.py`.
+Written by `python -m benchmarks.memory --render`. The docstring of `benchmarks/memory.py` says what the openings are
+and how memory is counted.
 
 {BEGIN}
 {END}
@@ -90,11 +94,13 @@ Written by `python -m benchmarks.memory --render`; what the openings are and wha
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a job.
+    """A phase of a job.
 
     Attributes:
-        begin: on the clock ``time.monotonic``.
-        peak: the most that was resident in it, in bytes, as the kernel counts it.
+        name: ``open``, ``compress`` or ``save``.
+        begin: start by ``time.monotonic``.
+        end: end by ``time.monotonic``.
+        peak: peak of resident bytes during the phase, counted by the kernel.
     """
 
     name: str
@@ -105,7 +111,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Work:
-    """What a job is asked."""
+    """Options of a job: how to open the model, bits of a weight, calibration tokens, and seed."""
 
     opening: str
     bits: int
@@ -114,7 +120,7 @@ class Work:
 
 
 def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[Phase]:
-    """Open, compress and save in this process; ``oneshot`` in three parts."""
+    """Open, compress and save a model in this process: the three phases of ``oneshot``, called separately."""
     import torch
     from datasets import Dataset
     from llmcompressor.datasets import get_calibration_dataloader
@@ -135,7 +141,7 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
         nonlocal clock
         begin, clock = clock, time.monotonic()
         phases.append(Phase(name, begin, clock, resident().peak))
-        forget_peak()
+        reset_peak()
 
     ids = torch.randint(2, 500, (1, work.tokens), generator=torch.Generator().manual_seed(work.seed))
     options: dict[str, Any] = {
@@ -147,7 +153,7 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
         "moe_calibrate_all_experts": False,
         "output_dir": str(output),
     }
-    forget_peak()
+    reset_peak()
     model: Any = str(checkpoint)
     if work.opening == "offloaded":
         offload: dict[str, Any] = {"offload_folder": f"{output}.offload", "max_memory": {"cpu": cpu_bytes}}
@@ -165,21 +171,23 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
     return phases
 
 
-def child(checkpoint: Path, output: Path, work: Work, cpu_bytes: int, answer: Path) -> None:
-    """A tiny job, then the one that counts."""
+def child(checkpoint: Path, output: Path, work: Work, cpu_bytes: int, result: Path) -> None:
+    """Run a tiny job, then the measured one, and write the phases to ``result``."""
     run_job(checkpoint.with_name("warm_up"), output.with_name("warm_up_out"), work, cpu_bytes)
     gc.collect()
     start = resident()
     phases = run_job(checkpoint, output, work, cpu_bytes)
-    answer.write_text(json.dumps({"start": start._asdict(), "phases": [asdict(phase) for phase in phases]}))
+    result.write_text(json.dumps({"start": start._asdict(), "phases": [asdict(phase) for phase in phases]}))
 
 
 def measure(checkpoint: Path, directory: Path, work: Work, layer_bytes: int) -> dict[str, Any]:
-    """Run a job in a process of its own and watch it.
+    """Run a job in its own process and sample its memory.
 
     Args:
-        checkpoint: with a ``warm_up`` beside it.
-        directory: where its output goes, which is deleted again.
+        checkpoint: checkpoint to compress; the tiny one is ``warm_up`` in the same directory.
+        directory: directory for the output, which is deleted at the end.
+        work: options of the job.
+        layer_bytes: bytes of one layer of the checkpoint.
     """
     from benchmarks.shards import stored_bytes
 
@@ -193,20 +201,20 @@ def measure(checkpoint: Path, directory: Path, work: Work, layer_bytes: int) -> 
             sampler.start()
             code = process.wait()
         if code:
-            raise RuntimeError(f"{work} left with {code}: {(place / 'log.txt').read_text()[-3000:]}")
-        told = json.loads((place / "answer.json").read_text())
+            raise RuntimeError(f"{work} exited with status {code}: {(place / 'log.txt').read_text()[-3000:]}")
+        result = json.loads((place / "result.json").read_text())
         stored, source = stored_bytes(place / "out"), stored_bytes(checkpoint)
-    start, phases = Resident(**told["start"]), [Phase(**phase) for phase in told["phases"]]
+    start, phases = Resident(**result["start"]), [Phase(**phase) for phase in result["phases"]]
     peak = max(phase.peak for phase in phases) - start.total
-    bar = LIMIT * source + layer_bytes
+    limit = LIMIT * source + layer_bytes
     return asdict(work) | {
         "start_bytes": start.total,
         "checkpoint_bytes": source,
         "layer_bytes": layer_bytes,
         "stored_bytes": stored,
         "peak_bytes": peak,
-        "bar_bytes": int(bar),
-        "kept": peak <= bar,
+        "bar_bytes": int(limit),
+        "kept": peak <= limit,
         "phases": {
             phase.name: {
                 "seconds": phase.end - phase.begin,
@@ -220,7 +228,7 @@ def measure(checkpoint: Path, directory: Path, work: Work, layer_bytes: int) -> 
 
 
 def write_models(directory: Path, shape: dict[str, Any], gigabytes: float, seed: int) -> tuple[Path, int]:
-    """The checkpoint to compress and the tiny one beside it; the path of the former, and its bytes in one layer."""
+    """Write the checkpoint to compress and the tiny one; return the path of the former and the bytes of its layers."""
     from transformers import Qwen3MoeConfig
 
     from benchmarks.shards import write_shards
@@ -237,7 +245,7 @@ def write_models(directory: Path, shape: dict[str, Any], gigabytes: float, seed:
 
 
 def section(record: dict[str, Any]) -> str:
-    """Head and a row for every job."""
+    """Settings, and a table with a row for each job."""
     shape, runs = record["shape"], record["runs"]
     head = [
         f"CPU: {record['cpu']}, {record['threads']} threads, {record['memory_bytes'] / 2**30:.0f} GiB of memory.",
@@ -245,13 +253,14 @@ def section(record: dict[str, Any]) -> str:
         *(f"Command: `{command}`" for command in dict.fromkeys(run["command"] for run in runs)),
         f"Seed: {record['seed']}.",
         f"Shape: Qwen3-MoE with {shape['num_experts']} experts of {shape['moe_intermediate_size']} channels, hidden "
-        f"size {shape['hidden_size']}, {shape['vocab_size']} words, in bfloat16, a file for each layer.",
-        f"Job: a quarter of the expert channels by gradients, reconstruction; 4 bits: W4A16 on top. "
-        f"{runs[0]['tokens']} calibration tokens.",
-        "GB of 10^9 bytes above what was resident before, everything imported. Bar: 1.15 times the checkpoint and one "
-        "layer. `open`, `compress`, `save`: the peak in each, and of it the most that was anonymous.",
+        f"size {shape['hidden_size']}, vocabulary of {shape['vocab_size']}, in bfloat16, one file per layer.",
+        f"Job: remove a quarter of the expert channels by gradients, with reconstruction, and for 4 bits quantize to "
+        f"W4A16; {runs[0]['tokens']} calibration tokens.",
+        "GB are 10^9 bytes more than the resident memory after all modules are imported. The limit is 1.15 times the "
+        "checkpoint, plus one layer. `open`, `compress`, `save`: the peak of each phase, and in brackets the peak of "
+        "anonymous memory.",
     ]
-    sizes, phases = ("checkpoint", "layer", "stored", "bar", "peak"), ("open", "compress", "save")
+    sizes, phases = ("checkpoint", "layer", "stored", "limit", "peak"), ("open", "compress", "save")
     headers = ("opening", "bits", *sizes, *phases, "minutes")
     rows = [_row(run) for run in runs]
     table = tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=("left", *["right"] * 10))
@@ -260,11 +269,11 @@ def section(record: dict[str, Any]) -> str:
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
     phases = run["phases"].values()
-    whole = ("checkpoint_bytes", "layer_bytes", "stored_bytes", "bar_bytes", "peak_bytes")
+    sizes = ("checkpoint_bytes", "layer_bytes", "stored_bytes", "bar_bytes", "peak_bytes")
     return (
         run["opening"],
         str(run["bits"]),
-        *(f"{run[name] / 1e9:.2f}" for name in whole),
+        *(f"{run[name] / 1e9:.2f}" for name in sizes),
         *(f"{phase['peak_bytes'] / 1e9:.2f} ({phase['anonymous_bytes'] / 1e9:.2f})" for phase in phases),
         f"{sum(phase['seconds'] for phase in phases) / 60:.0f}",
     )
@@ -272,15 +281,19 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=7.0, help="about the size of the checkpoint")
+    parser.add_argument("--gigabytes", type=float, default=7.0, help="approximate size of the checkpoint")
     parser.add_argument("--openings", nargs="+", choices=OPENINGS, default=["linear", "offloaded"])
     parser.add_argument("--bits", nargs="+", type=int, choices=sorted(RECIPES), default=[16, 4])
-    parser.add_argument("--tokens", type=int, default=16, help="of the one calibration window")
-    parser.add_argument("--small", action="store_true", help="small layers, to see that it runs")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of the only calibration window")
+    parser.add_argument("--small", action="store_true", help="use small layers, for a trial")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, help="where the models go and are deleted again; twice their size")
-    parser.add_argument("--output", type=Path, default=RESULT, help="runs of the same shape are added to those in it")
-    parser.add_argument("--render", action="store_true", help="write the measured file into RESULTS.md")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for models, which are deleted at the end; needs twice their size"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULT, help="JSON file; runs on the same machine and shape are added to it"
+    )
+    parser.add_argument("--render", action="store_true", help="measure nothing, write the file into RESULTS.md")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -290,7 +303,7 @@ def main() -> None:
             Path(place) / "out",
             Work(**json.loads(work)),
             int(cpu_bytes),
-            Path(place) / "answer.json",
+            Path(place) / "result.json",
         )
     elif args.render:
         write_between(RESULTS, NAME, INTRODUCTION, section(json.loads(args.output.read_text())))
@@ -299,7 +312,7 @@ def main() -> None:
 
 
 def measure_all(args: argparse.Namespace) -> None:
-    """All jobs asked for, one after the other; the file is written after each."""
+    """Run all jobs one after the other, and write the file after each."""
     shape = SMALL if args.small else FULL
     record: dict[str, Any] = {
         "cpu": processor(),
@@ -321,7 +334,7 @@ def measure_all(args: argparse.Namespace) -> None:
                 work = Work(opening, bits, args.tokens, args.seed)
                 run: dict[str, Any] = {**measure(checkpoint, directory, work, layer_bytes), "command": command}
                 record["runs"].append(run)
-                print(f"{opening}, {bits} bits: {run['peak_bytes'] / 1e9:.2f} GB, bar {run['bar_bytes'] / 1e9:.2f}")
+                print(f"{opening}, {bits} bits: {run['peak_bytes'] / 1e9:.2f} GB, limit {run['bar_bytes'] / 1e9:.2f}")
                 write_atomically(args.output, (json.dumps(record, indent=1) + "\n").encode())
 
 

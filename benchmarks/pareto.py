@@ -1,4 +1,4 @@
-"""Draws the README's picture, loss against bytes, from rows that `benchmarks.allocation` measured.
+"""Draws the README's picture of loss over bytes from rows measured by `benchmarks.allocation`.
 
 python -m benchmarks.pareto
 """
@@ -16,8 +16,8 @@ PICTURE = Path(__file__).with_name("pareto.png")
 TABLE = "sweep"
 METHODS = ("unpruned", "recommended + reconstruct", "paper", "REAP", "uniform width")
 BITS = (16, 4)
-# above, the loss of all methods rises steeply
-MOST_REMOVED = 0.5
+# at higher sparsities, the loss of all methods is too large for the scale of the picture
+MAX_SPARSITY = 0.5
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         if row["table"] == TABLE
         and row["method"] in METHODS
         and row["bits"] in BITS
-        and row["sparsity"] <= MOST_REMOVED
+        and row["sparsity"] <= MAX_SPARSITY
     ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / RESULTS.name

@@ -1,9 +1,9 @@
-"""Time of a whole plan (coverage on both levels, then alignment), against the search that the paper describes.
+"""Measures the time of a plan (coverage on both levels, then alignment), compared with the paper's search.
 
     python benchmarks/plan.py                 # the shape of Qwen3-30B-A3B, one line
     python benchmarks/plan.py --json          # the same as JSON
 
-One thread, random scores, median of repeated runs. Run it from an environment where the package is installed.
+One thread, random scores, median of repeated runs. Run it in an environment in which the package is installed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from moe_coverage_plugin.options import CoverageOptions
 def binary_search_coverage(
     scores_GD: Tensor, prior_G: Tensor, budget: int, tolerance: float = 0.01, max_steps: int = 200
 ) -> Tensor:
-    """The paper's search: bisect ``alpha`` until the kept channels are within ``tolerance`` below the budget.
+    """Bisect ``alpha`` as the paper does, until the kept channels are within ``tolerance`` below the budget.
 
-    The reference beside :func:`moe_coverage_plugin.core.coverage.solve_coverage`: it evaluates
+    This is the reference for :func:`moe_coverage_plugin.core.coverage.solve_coverage`. It evaluates
     ``N_g = min{n : S_g(n) >= min(alpha * phi_g, 1) * S_g(D)}`` for every ``alpha`` that it tries. With ``tolerance=0``
-    it ends at the largest ``alpha`` that floating point distinguishes; ties can then leave a part of the budget
-    unspent.
+    it ends at the largest ``alpha`` within floating-point precision; if scores are equal, a part of the budget can be
+    left.
 
     Args:
-        scores_GD: ``[G, D]``, not negative, no group all zero.
+        scores_GD: ``[G, D]``, not negative; each group has a positive score.
         prior_G: ``[G]``, positive.
         budget: channels to keep.
-        tolerance: fraction of the budget that may stay unspent.
+        tolerance: fraction of the budget that need not be used.
+        max_steps: largest number of bisection steps.
 
     Returns:
-        counts ``[G]`` int64, summing to at most ``budget``.
+        Number of kept channels of each group ``[G]`` int64; their sum is at most ``budget``.
     """
     prefix_GD = scores_GD.double().sort(dim=-1, descending=True).values.cumsum(-1)
     total_G = prefix_GD[:, -1]
@@ -67,14 +68,14 @@ def binary_search_coverage(
 
 
 def paper_plan(scores_LEI: Tensor, layer_prior_L: Tensor, expert_prior_LE: Tensor, budget: int) -> Tensor:
-    """Both levels by the paper's search at its tolerance of 1 %."""
+    """Allocate on both levels by the paper's search, with its tolerance of 1 %."""
     budgets_L = binary_search_coverage(scores_LEI.flatten(1), layer_prior_L, budget)
     layers = zip(scores_LEI, expert_prior_LE, budgets_L.tolist(), strict=True)
     return torch.stack([binary_search_coverage(scores, prior, share) for scores, prior, share in layers])
 
 
 class Seconds(NamedTuple):
-    """Medians over repeated runs: elapsed time, and the time this process had the core."""
+    """Medians over repeated runs of wall-clock time and CPU time."""
 
     wall: float
     cpu: float
@@ -108,7 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(options.seed)
     layers, experts, channels = options.shape
-    # log-normal: activation norms have heavy tails, too
+    # log-normal, because activation norms have heavy tails
     scores_LEI = torch.randn(layers, experts, channels, dtype=torch.float64, generator=generator).exp()
     layer_prior_L = torch.rand(layers, dtype=torch.float64, generator=generator) + 0.1
     expert_prior_LE = torch.rand(layers, experts, dtype=torch.float64, generator=generator) + 0.1
@@ -124,7 +125,7 @@ def main() -> None:
         routing_weight_sum_LE=expert_prior_LE,
         layer_loss_L=layer_prior_L,
     )
-    # both levels, with the priors as they are, so that the paper's search solves the same problem
+    # without smoothing of the priors, so that the paper's search solves the same problem
     both_levels = CoverageOptions(
         sparsity=options.sparsity, scope="layers", inter_layer="coverage", intra_layer="coverage", smoothing="none"
     )
@@ -135,8 +136,8 @@ def main() -> None:
     def plan() -> Tensor:
         return align_widths(coverage(), scores_LEI, options.block_size, options.block_size, "l-r-c").widths_LE
 
-    plan()  # warm
-    whole = median_seconds(plan, options.repeats)
+    plan()  # warm-up
+    complete = median_seconds(plan, options.repeats)
     search = median_seconds(lambda: paper_plan(scores_LEI, layer_prior_L, expert_prior_LE, budget), 3)
     ours = median_seconds(coverage, options.repeats)
     result = {
@@ -148,8 +149,8 @@ def main() -> None:
         "sparsity": options.sparsity,
         "block_size": options.block_size,
         "repeats": options.repeats,
-        "plan_seconds": whole.wall,
-        "plan_cpu_seconds": whole.cpu,
+        "plan_seconds": complete.wall,
+        "plan_cpu_seconds": complete.cpu,
         "coverage_cpu_seconds": ours.cpu,
         "paper_search_cpu_seconds": search.cpu,
         "ratio": search.cpu / ours.cpu,
@@ -159,8 +160,8 @@ def main() -> None:
         return
     print(
         f"{result['cpu']}, torch {torch.__version__}, threads={torch.get_num_threads()}, seed={options.seed}: "
-        f"{'x'.join(map(str, options.shape))} coverage (two levels) + alignment {whole.wall:.3f} s "
-        f"(median of {options.repeats}; CPU time {whole.cpu:.3f} s); the paper's search at 1 % takes "
+        f"{'x'.join(map(str, options.shape))} coverage (two levels) + alignment {complete.wall:.3f} s "
+        f"(median of {options.repeats}; CPU time {complete.cpu:.3f} s); the paper's search at 1 % takes "
         f"{search.cpu / ours.cpu:.1f} times the CPU time of coverage ({search.cpu:.2f} s)"
     )
 

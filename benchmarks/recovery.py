@@ -1,8 +1,8 @@
-r"""Part of the loss of pruning that some minutes of fine-tuning recover, on unseen text.
+r"""Measures how much of the loss of pruning a few minutes of fine-tuning recover, on unseen text.
 
 Prunes a model by the recommended recipe, without quantization, on windows of the training texts; measures the unpruned
-and the pruned model; fine-tunes for about the given time, with loading, measuring and saving; and measures the result.
-The number of steps follows from a few steps that are timed first; --epochs limits it for small texts.
+and the pruned model; fine-tunes for about the given time, which includes loading, evaluation and saving; and measures
+the result. A few steps are timed first to compute the number of steps; --epochs limits it for small texts.
 
     python -m benchmarks.recovery --minutes 2          # the mini-MoE of this repository, on this machine
     python -m benchmarks.recovery --model testbed=DIR --train web=web.txt code=code.txt --evaluation wiki=wiki.txt \
@@ -44,11 +44,11 @@ RESULT = Path(__file__).with_name("results") / "recovery.json"
 NAME = "recovery"
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "peft", "torch")
 BATCH = 8
-# also the number of points of the loss curve, so that the share of measuring and saving is the same in both runs
+# also the number of evaluations in the long run, so that both runs spend the same time on evaluation and saving
 TIMED_STEPS = 8
-# the curve is measured on every fourth window; on all, that would take longer than the steps of a short run
+# the loss curve uses every fourth window; evaluation on all would take longer than the steps of a short run
 CURVE_SHARE = 4
-# fraction of the time outside of loading, measuring and saving, as a margin
+# margin: fraction of the remaining time that is planned for steps
 SHARE = 0.95
 
 
@@ -78,9 +78,9 @@ def losses(model: PreTrainedModel, evaluation: dict[str, Windows], device: torch
 
 
 def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
-    """Steps that fit into a time, from a short run that measures and saves after each of its steps.
+    """Compute the number of steps that fit into a time, from a short run that evaluates and saves after each step.
 
-    The time outside of its steps is the same in the long run, see :func:`run_options`.
+    The time outside of steps is the same in the long run, see :func:`run_options`.
     """
     seconds = [point["seconds"] for point in probe.points if "seconds" in point]
     # the first steps also compile kernels and allocate memory
@@ -90,10 +90,10 @@ def fitting_steps(probe: Recovered, wall_seconds: float, minutes: float) -> int:
 
 
 def run_options(args: argparse.Namespace, steps: int) -> RecoveryOptions:
-    """Options of a run, which measures and saves as often as the timed one, whatever its length.
+    """Options of a run that evaluates and saves as often as the timed run, whatever its number of steps.
 
     Raises:
-        CoverageError: an unknown option, or one that the benchmark sets.
+        CoverageError: if an option is unknown, or the benchmark sets it.
     """
     between = math.ceil(steps / TIMED_STEPS)
     own = {
@@ -211,11 +211,11 @@ def section(record: Record) -> str:
                 f"{options['router_lr']:g}" + (", against the unpruned model's logits." if record["teacher"] else "."),
                 f"- Measured on {'; '.join(record['evaluation'])}.",
                 f"- Seconds for the whole fine-tuning: {record['seconds']:.0f} of {60 * record['minutes_asked']:.0f}.",
-                f"- **Of the rise, {record['recovered_share']:.0%} came back.**",
+                f"- **{record['recovered_share']:.0%} of the rise of the mean loss are recovered.**",
             )
         ),
         table,
-        f"Loss of the model in training on {part} of these texts, by step: {curve}.",
+        f"Loss during training, on {part} of these texts, by step: {curve}.",
     ]
     return "\n\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Resident memory of a process as Linux counts it."""
+"""Resident memory of a process, as counted by Linux."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SECONDS_BETWEEN_SAMPLES = 0.01
 
 
 class Resident(NamedTuple):
-    """Bytes in memory at one moment.
+    """Bytes of a process in memory.
 
     Attributes:
-        peak: the most that ``total`` has been, which the kernel remembers (``VmHWM``).
-        total: all pages of the process that are in memory (``VmRSS``): the two that follow, and shared ones.
-        anonymous: pages that only this process has, which nothing can take away (``RssAnon``).
+        peak: largest value of ``total`` so far (``VmHWM``).
+        total: all resident pages (``VmRSS``): anonymous, mapped and shared ones.
+        anonymous: pages without a file, which the kernel cannot drop (``RssAnon``).
         mapped: pages of files, which the kernel drops when memory is short and reads again (``RssFile``).
     """
 
@@ -28,21 +28,28 @@ class Resident(NamedTuple):
 
 
 def resident(process: int | str = "self") -> Resident:
-    """Now; raises ``OSError`` or ``KeyError`` for a process that is gone or going."""
+    """Read the current values.
+
+    Raises:
+        OSError: if the process has exited.
+        KeyError: if the process is exiting.
+    """
     lines = dict(re.findall(r"(\w+):\s+(\d+) kB", Path(f"/proc/{process}/status").read_text()))
     return Resident(*(1024 * int(lines[name]) for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile")))
 
 
-def forget_peak() -> None:
-    """Make the kernel count this process's peak anew."""
+def reset_peak() -> None:
+    """Reset the peak of this process to its current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 class Sampler(threading.Thread):
-    """Looks at another process until it ends. A thread inside it would be kept waiting, by safetensors for instance.
+    """Samples the memory of another process until it exits.
+
+    A thread inside the measured process would be blocked by the global interpreter lock, for example in safetensors.
 
     Attributes:
-        samples: moments on the clock ``time.monotonic``, which all processes share, and what was resident then.
+        samples: times by ``time.monotonic``, whose clock all processes share, and memory at these times.
     """
 
     def __init__(self, process: int):
@@ -59,5 +66,5 @@ class Sampler(threading.Thread):
             time.sleep(SECONDS_BETWEEN_SAMPLES)
 
     def most(self, name: str, begin: float, end: float) -> int:
-        """The largest value of a field of :class:`Resident` seen in a span of time."""
+        """Return the largest sampled value of a field of :class:`Resident` between two times."""
         return max(getattr(seen, name) for moment, seen in self.samples if begin <= moment <= end)

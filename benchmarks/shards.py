@@ -1,4 +1,4 @@
-"""A sharded checkpoint of random weights, written layer by layer: making it takes the memory of one."""
+"""Writes a sharded checkpoint of random weights, layer by layer, so that only one layer is in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ SPREAD = 0.02
 
 
 def write_shards(directory: Path, config: PretrainedConfig, seed: int) -> None:
-    """Write a model in bfloat16 with a file for each layer, an index, and a tokenizer of one word per token.
+    """Write a model in bfloat16 with one file per layer, an index, and a tokenizer with one token per word.
 
     Args:
-        directory: to be made.
-        seed: of the weights, which are normal; those of norms are 1.
+        directory: directory to create.
+        config: configuration of the model.
+        seed: seed of the weights, which are normally distributed; weights of norms are 1.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -43,7 +44,7 @@ def write_shards(directory: Path, config: PretrainedConfig, seed: int) -> None:
     total = sum(tensor.nbytes for shapes in layers.values() for tensor in shapes.values())
     contents = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(contents))
-    # the toolkit wants one beside the model even where a data set is made of token ids
+    # the toolkit requires a tokenizer even if the data set consists of token ids
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1").save_pretrained(directory)

@@ -1,6 +1,9 @@
-"""Compares ways to allocate an expert budget, on one model and at equal bytes: ``python -m benchmarks.allocation``."""
+"""Compares methods that allocate channels to experts, on one model at equal bytes.
+
+Run it with ``python -m benchmarks.allocation``.
+"""
 
 import os
 
-# hundreds of runs of the toolkit with ten progress bars each would bury the rows; read when tqdm is imported
+# hundreds of runs with ten progress bars each would hide the printed rows; tqdm reads this when it is imported
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,11 +1,11 @@
-"""Compares ways to allocate an expert budget, on one model, one run and equal bytes.
+"""Compares methods that allocate channels to experts, on one model at equal bytes.
 
-Every row is a real run of the toolkit on a fresh copy of the model. Rows are appended to a file of JSON lines; rows
-that it holds are not measured again, so a run that was stopped goes on where it was. ``--render`` writes the tables of
-RESULTS.md from one or more such files.
+Every row is one run of the toolkit on a fresh copy of the model. Rows are appended to a file of JSON lines. Rows that
+are already in the file are not measured again, so an interrupted comparison can be continued. ``--render`` writes the
+tables of RESULTS.md from one or more such files.
 
     python -m benchmarks.allocation --results benchmarks/results/mini_moe.jsonl
-    python -m benchmarks.allocation --render benchmarks/results/*.jsonl
+    python -m benchmarks.allocation --render benchmarks/results/mini_moe.jsonl benchmarks/results/qwen3_moe_85m.jsonl
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def _plan(args: argparse.Namespace) -> runs.Plan:
 
 
 def parse_share(argument: str) -> tuple[int, int]:
-    """Part, from 0 on, and number of parts of ``I/N``."""
+    """Parse ``I/N`` into the index of the share, counted from 0, and the number of shares."""
     number, _, shares = argument.partition("/")
     if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
-        raise argparse.ArgumentTypeError(f"{argument!r} is no share such as 2/8")
+        raise argparse.ArgumentTypeError(f"{argument!r} is not a share such as 2/8")
     return int(number) - 1, int(shares)
 
 
@@ -74,15 +74,23 @@ def _parser() -> argparse.ArgumentParser:
     source = {"type": Source.parse, "nargs": "+", "metavar": "NAME=FILE[@SKIP]"}
     accelerator = torch.accelerator.current_accelerator()
     parser.add_argument("--model", default=str(MINI_MOE), metavar="[NAME=]DIR")
-    parser.add_argument("--calibration", **source, help="texts, without SKIP leading characters; calibration.txt")
-    parser.add_argument("--evaluation", **source, help="texts that the loss is measured on; heldout.txt")
-    parser.add_argument("--calibration-windows", type=int, default=96, help="drawn for every run")
-    parser.add_argument("--windows", type=int, default=112, help="measured of every evaluation text, the first ones")
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--repetitions", type=int, default=3, help="seeds, each with calibration windows of its own")
+    parser.add_argument(
+        "--calibration",
+        **source,
+        help="texts to calibrate on, without their first SKIP characters (default: calibration.txt of the model)",
+    )
+    parser.add_argument(
+        "--evaluation", **source, help="texts to measure the loss on (default: heldout.txt of the model)"
+    )
+    parser.add_argument("--calibration-windows", type=int, default=96, help="windows that each run calibrates on")
+    parser.add_argument("--windows", type=int, default=112, help="windows of each evaluation text, from the first")
+    parser.add_argument("--seed", type=int, default=0, help="first seed")
+    parser.add_argument(
+        "--repetitions", type=int, default=3, help="number of seeds; each draws its own calibration windows"
+    )
     parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
-    parser.add_argument("--tables", default="", help="measure only tables whose key this regular expression finds")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype to compute in")
+    parser.add_argument("--tables", default="", help="measure only tables whose keys match this regular expression")
     parser.add_argument(
         "--share",
         type=parse_share,
@@ -91,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the I-th of N parts of the missing rows",
     )
     parser.add_argument("--results", type=Path, default=Path("out/allocation.jsonl"))
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md")
+    parser.add_argument(
+        "--render", type=Path, nargs="+", metavar="FILE", help="write RESULTS.md from these files and measure nothing"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Measures settings: a fresh copy of the model, one real run of the toolkit on it, its bytes and its loss."""
+"""Measures a setting: compresses a fresh copy of the model with the toolkit, and returns its bytes and its loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmcompressor.modeling.moe.linearize import linearize_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.allocation.experts import drop_least_used, pick, removed
+from benchmarks.allocation.experts import remove_least_used, removed, set_top_k
 from benchmarks.allocation.recipes import Modifiers, quantizer
 from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
 from benchmarks.allocation.tables import TOP_K, Setting
@@ -28,17 +28,17 @@ from moe_coverage_plugin.options import NLL_IMPORTANCES
 
 BATCH = 8
 EVALUATION_BATCH = 24
-"""Windows at once: experts of small models are so small that launching their kernels takes most of the time."""
+"""Windows per batch: large, because launching the kernels of small experts takes most of the time."""
 
-# modifiers of the toolkit that calibrate by themselves; ours read a score file
+# modifiers of the toolkit that run a calibration themselves; the modifiers of this package read a score file
 CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier")
-# routed tokens are counted in every score file
+# every score file has the numbers of routed tokens, so the cheapest metric is sufficient
 USAGE: dict[str, Any] = {"channel_metric": "activation", "layer_noise": None}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one setting; the fields are those of :class:`benchmarks.allocation.rows.Row`."""
+    """Results of one setting, with the field names of :class:`benchmarks.allocation.rows.Row`."""
 
     bytes: int
     sparse_bytes: int | None
@@ -49,8 +49,8 @@ class Measurement:
 
 
 def open_linear(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model as ``oneshot`` prepares it, to be copied for every setting."""
-    # before its experts are linear: those compute where they were made
+    """Open the model with linear experts, as ``oneshot`` does; it is copied for every setting."""
+    # the model is moved to the device first, because linear experts compute on the device they were created on
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device)
     linearize_moe(model)
     model.config.use_cache = False
@@ -59,13 +59,15 @@ def open_linear(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrai
 
 @dataclass
 class Bench:
-    """A model and the text that it is measured on.
+    """A model and the texts on which its loss is measured.
 
     Attributes:
-        pristine: on ``device``, experts linear; only its copies are compressed.
-        evaluation: by name.
-        folder: for score files.
-        scoring_seconds: what each score file took.
+        pristine: unpruned model on ``device`` with linear experts; only its copies are compressed.
+        tokenizer: tokenizer of the model.
+        evaluation: evaluation windows by the name of their text.
+        device: device to compute on.
+        folder: directory for score files.
+        scoring_seconds: seconds that each score file took.
     """
 
     pristine: PreTrainedModel
@@ -79,21 +81,22 @@ class Bench:
         """Compress a copy of the model and measure it.
 
         Raises:
-            CoverageError: the product refuses the setting; ``ValueError`` where the toolkit does.
+            CoverageError: if this package cannot apply the setting.
+            ValueError: if the toolkit cannot apply it.
         """
         torch.manual_seed(seed)
         model = self.compress(setting, calibration)
         if setting.top_k is not None:
-            pick(model, TOP_K[setting.top_k])
-        gone, gone_experts = removed(model, self.pristine)
+            set_top_k(model, TOP_K[setting.top_k])
+        removed_share, removed_experts = removed(model, self.pristine)
         wanda = "WandaPruningModifier" in setting.recipe.modifiers
         sparse_bytes = ideal_sparse_bytes(model) if wanda else None
         losses = {name: mean_loss(model, windows.ids_WS) for name, windows in self.evaluation.items()}
         loss = sum(losses.values()) / len(losses)
-        return Measurement(checkpoint_bytes(model), sparse_bytes, loss, losses, gone, gone_experts)
+        return Measurement(checkpoint_bytes(model), sparse_bytes, loss, losses, removed_share, removed_experts)
 
     def score_file(self, setting: Setting, calibration: Windows) -> Path | None:
-        """Scores that a setting needs, measured where no setting before it has; ``None`` where it needs none."""
+        """Return the score file that a setting needs, measured if it does not exist; ``None`` if it needs none."""
         wanted = setting.recipe.modifiers.get("AttributionModifier")
         if setting.recipe.drop_least_used is not None:
             wanted = USAGE
@@ -102,7 +105,7 @@ class Bench:
         return self._scores(wanted, calibration)
 
     def _scores(self, wanted: dict[str, Any], calibration: Windows) -> Path:
-        # importances in closed form are in every file, and a backward pass gives all of its own at once
+        # every file has all importances in closed form, and one backward pass computes all that need gradients
         fields = {name: value for name, value in wanted.items() if name != "expert_importance"}
         if wanted.get("expert_importance") in NLL_IMPORTANCES:
             fields["expert_importance"] = NLL_IMPORTANCES[0]
@@ -115,7 +118,7 @@ class Bench:
         return path
 
     def compress(self, setting: Setting, calibration: Windows) -> PreTrainedModel:
-        """A pruned and quantized copy of the model; its routers pick as many experts as they were trained to."""
+        """Return a pruned and quantized copy of the model; the top-k of its routers is unchanged."""
         model = self._copy()
         modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits)
         scores = self.score_file(setting, calibration)
@@ -124,7 +127,7 @@ class Bench:
         if setting.recipe.drop_least_used is not None:
             assert scores is not None
             tokens_LE = load_scores(scores)[0].tokens_LE
-            drop_least_used(model, tokens_LE, setting.sparsity, setting.recipe.drop_least_used)
+            remove_least_used(model, tokens_LE, setting.sparsity, setting.recipe.drop_least_used)
         reconstruct = modifiers.get("ChannelPruningModifier", {}).get("reconstruct", False)
         calibrates = reconstruct or any(name in modifiers for name in CALIBRATES)
         if modifiers:
@@ -140,7 +143,7 @@ class Bench:
         if calibration is not None:
             rows = calibration.ids_WS.tolist()
             data = {"dataset": Dataset.from_dict({"input_ids": rows}), "num_calibration_samples": len(rows)}
-        # without our modifiers the toolkit would calibrate REAP and Wanda with attention that looks ahead
+        # the toolkit calibrates REAP and Wanda with attention to later tokens unless attention is marked as causal
         mark_causal_attention(model)
         oneshot(
             model=model,

@@ -1,4 +1,4 @@
-"""Where a method is not the best at its size; rows that differ by their seed count as one, by their means."""
+"""Finds baselines that are better than a method at equal bytes; the means over seeds are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from benchmarks.allocation.tables import RECOMMENDED, UNPRUNED
 
 @dataclass(frozen=True)
 class Point:
-    """One setting: means over its seeds, of ideal sparse bytes where zeros are unstructured."""
+    """Means of one setting over its seeds.
+
+    Attributes:
+        method: name of the method.
+        sparsity: removed fraction.
+        bits: bits of a weight.
+        bytes: bytes of the checkpoint, or of an ideal sparse one if ``sparse``.
+        loss: loss in nats.
+        sparse: whether zeros are unstructured.
+    """
 
     method: str
     sparsity: float
@@ -31,17 +40,17 @@ class Point:
 
 
 def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
-    """Every baseline whose loss is below that of ``method`` at as many bytes and bits, in words.
+    """Describe each baseline with a lower loss than ``method`` at the same bytes and the same bits per weight.
 
-    Between its measured sizes, the unpruned model among them, the loss of ``method`` is interpolated. Unstructured
-    zeros count as ideal sparse bytes, in favour of the baseline.
+    The loss of ``method`` is interpolated linearly between its measured sizes, which include the unpruned model.
+    Unstructured zeros count as ideal sparse bytes, which favours the baseline.
     """
     lines: list[str] = []
     points = _points(rows)
     for bits in sorted({point.bits for point in points}, reverse=True):
         same = [point for point in points if point.bits == bits]
         curve = sorted((point.bytes, point.loss) for point in same if point.method in (method, UNPRUNED))
-        if not curve:  # a comparison that was stopped before it came to the method
+        if not curve:  # the comparison was interrupted before the method was measured
             continue
         sizes, losses = zip(*curve, strict=True)
         for point in same:
@@ -54,7 +63,10 @@ def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
 
 
 def lost_to_other_bits(rows: Sequence[Row], method: str) -> list[str]:
-    """Every size of ``method`` for which a baseline of other bits is no larger and loses less; the best, in words."""
+    """Describe each size of ``method`` for which a baseline with other bits is not larger and has a lower loss.
+
+    If there are several such baselines, the one with the lowest loss is named.
+    """
     lines: list[str] = []
     points = _points(rows)
     for ours in (point for point in points if point.method == method):

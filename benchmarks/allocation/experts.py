@@ -1,4 +1,4 @@
-"""What no modifier does: whole experts dropped by usage, and routers that pick another number of them."""
+"""Baselines that no modifier implements: removal of the least used experts, and routers with another top-k."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.allocation.recipes import DropScope
+from benchmarks.allocation.recipes import RemovalScope
 from moe_coverage_plugin.core.kept_experts import check_kept_experts
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
@@ -16,54 +16,57 @@ from moe_coverage_plugin.modeling.router_mask import mask_router
 from moe_coverage_plugin.modeling.slicing import prune_layer
 
 
-def drop_least_used(model: PreTrainedModel, tokens_LE: Tensor, sparsity: float, scope: DropScope) -> None:
-    """Remove the experts that the fewest tokens were routed to, in place; equal ones in the order of the expert.
+def remove_least_used(model: PreTrainedModel, tokens_LE: Tensor, sparsity: float, scope: RemovalScope) -> None:
+    """Remove the experts that got the fewest tokens, in place; of equally used experts, the first is removed first.
 
     Args:
-        tokens_LE: routed calibration tokens.
-        sparsity: fraction of the experts of every layer, or of the model, rounded down as REAP does.
+        model: model with linear experts.
+        tokens_LE: number of calibration tokens routed to each expert.
+        sparsity: fraction of experts to remove; the number of experts is rounded down, as REAP does.
+        scope: whether the fraction is of each layer or of the entire model.
 
     Raises:
-        CoverageError: a router would have fewer experts than it picks.
+        CoverageError: if a layer would keep fewer experts than its router picks.
     """
-    # one problem for the model, or one for each layer
+    # one group for the entire model, or one for each layer
     tokens_PE = tokens_LE.reshape(1, -1) if scope == "model" else tokens_LE
     by_usage_PE = tokens_PE.sort(stable=True).indices
     kept_PE = torch.ones_like(tokens_PE, dtype=torch.bool)
     kept_PE.scatter_(-1, by_usage_PE[:, : int(tokens_PE.shape[-1] * sparsity)], False)
     kept_LE = kept_PE.reshape(tokens_LE.shape)
 
-    blocks = find_moe_layers(model)
-    check_kept_experts([block.name for block in blocks], [block.top_k for block in blocks], kept_LE)
-    for block, kept_E in zip(blocks, kept_LE.tolist(), strict=True):
-        prune_layer(block, [torch.arange(width * kept) for width, kept in zip(block.widths, kept_E, strict=True)])
-        mask_router(block)
+    layers = find_moe_layers(model)
+    check_kept_experts([layer.name for layer in layers], [layer.top_k for layer in layers], kept_LE)
+    for layer, kept_E in zip(layers, kept_LE.tolist(), strict=True):
+        prune_layer(layer, [torch.arange(width * kept) for width, kept in zip(layer.widths, kept_E, strict=True)])
+        mask_router(layer)
 
 
-def pick(model: PreTrainedModel, count: Callable[[int], int]) -> None:
-    """Let every router pick another number of experts, in place.
+def set_top_k(model: PreTrainedModel, count: Callable[[int], int]) -> None:
+    """Change the number of experts that routers pick for a token, in place.
 
     Args:
-        count: that number, from the one the model was trained with.
+        model: model with linear experts.
+        count: computes the new number from the one the model was trained with.
 
     Raises:
-        CoverageError: a layer has fewer experts.
+        CoverageError: if a layer has fewer experts than its router would pick.
     """
-    for block in find_moe_layers(model):
-        live, top_k = sum(width > 0 for width in block.widths), count(block.top_k)
-        if top_k > live:
-            raise CoverageError(f"{block.name} has {live} experts and {top_k} are to be picked: pick at most {live}")
-        # families keep the number at the router or at the module around it
-        for module in block.moe.modules():
-            if getattr(module, "top_k", None) == block.top_k:
+    for layer in find_moe_layers(model):
+        kept, top_k = sum(width > 0 for width in layer.widths), count(layer.top_k)
+        if top_k > kept:
+            raise CoverageError(f"{layer.name} has {kept} experts and {top_k} are to be picked: pick at most {kept}")
+        # the attribute is in the router or in the module around it, which depends on the model family
+        for module in layer.moe.modules():
+            if getattr(module, "top_k", None) == layer.top_k:
                 module.top_k = top_k  # pyright: ignore[reportArgumentType] - a plain number
     config = model.config.get_text_config()
     config.num_experts_per_tok = count(config.num_experts_per_tok)
 
 
 def removed(model: PreTrainedModel, original: PreTrainedModel) -> tuple[float, int]:
-    """Fraction of the expert channels that is gone, and how many experts are gone whole."""
-    before = [width for block in find_moe_layers(original) for width in block.widths]
-    after = [width for block in find_moe_layers(model) for width in block.widths]
-    # REAP renumbers experts, so only what is left can be counted
+    """Return the removed fraction of the expert channels, and the number of removed experts."""
+    before = [width for layer in find_moe_layers(original) for width in layer.widths]
+    after = [width for layer in find_moe_layers(model) for width in layer.widths]
+    # REAP renumbers the experts that it keeps, so experts cannot be compared one by one
     return 1 - sum(after) / sum(before), len(before) - sum(width > 0 for width in after)

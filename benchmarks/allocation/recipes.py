@@ -1,4 +1,4 @@
-"""Recipes as the toolkit reads them: every method of the comparison at one sparsity."""
+"""Recipes of all compared methods, in the toolkit's format."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moe_coverage_plugin.options import CoverageOptions
 
 Modifiers = dict[str, dict[str, Any]]
 Fields = Mapping[str, Any]
-DropScope = Literal["layer", "model"]
+RemovalScope = Literal["layer", "model"]
 
 BLOCK = 64
 HAMILTON = {"block_size": BLOCK, "min_width": BLOCK, "strategy": "hamilton", "rule": "l-r-c"}
 BLOCKS = {"block_size": BLOCK, "strategy": "blocks"}
 
-# the paper's allocation: coverage on both levels; what a layer is worth is measured by removing it
+# the paper's allocation: coverage on both levels; the prior of a layer is the rise of the loss without the layer
 PAPER = {
     "scope": "layers",
     "inter_layer": "coverage",
@@ -32,16 +32,16 @@ TOP_CHANNELS = {"scope": "global", "intra_layer": "topk_channel"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is pruned; quantization comes on top.
+    """How a model is pruned, without quantization.
 
     Attributes:
-        modifiers: name to fields, as in a recipe file. ``AttributionModifier`` says what to measure; the scores are
-            then taken from a file.
-        drop_least_used: remove whole experts, those of the fewest routed tokens, in every layer or in the whole model.
+        modifiers: fields of each modifier by its name, as in a recipe file. The fields of ``AttributionModifier`` say
+            which scores to measure; the scores themselves are then read from a file.
+        drop_least_used: remove the experts with the fewest routed tokens, in each layer or in the entire model.
     """
 
     modifiers: Modifiers = field(default_factory=dict)
-    drop_least_used: DropScope | None = None
+    drop_least_used: RemovalScope | None = None
 
 
 def channels(
@@ -54,12 +54,16 @@ def channels(
     noise: float = 1.0,
     reconstruct: bool = False,
 ) -> Recipe:
-    """Our modifiers.
+    """Recipe of the modifiers of this package.
 
     Args:
+        sparsity: removed fraction of the expert channels.
         coverage: fields of ``CoverageModifier`` besides the sparsity.
-        alignment: fields of ``AlignmentModifier``; ``None``: exact widths.
-        noise: ``layer_noise``, set only where layers are weighed by their loss.
+        alignment: fields of ``AlignmentModifier``, ``None`` for exact widths.
+        metric: ``channel_metric``.
+        importance: ``expert_importance``.
+        noise: ``layer_noise``, set only if the allocation uses the loss of layers.
+        reconstruct: whether to fit the kept columns of the down projections.
     """
     weighs_layers = CoverageOptions(sparsity=sparsity, **coverage).uses_layer_loss
     modifiers: Modifiers = {
@@ -77,22 +81,22 @@ def channels(
 
 
 def recommended(sparsity: float, alignment: Fields | None = BLOCKS, reconstruct: bool = False) -> Recipe:
-    """The best channels of the whole model by one backward pass."""
+    """Recipe that keeps the best channels of the entire model by scores from one backward pass."""
     return channels(sparsity, TOP_CHANNELS, alignment, metric="fisher", reconstruct=reconstruct)
 
 
 def reap(sparsity: float) -> Recipe:
-    """Whole experts by the toolkit's own modifier; it removes ``floor(sparsity E)`` of every layer."""
+    """Recipe of the toolkit's REAP modifier, which removes ``floor(sparsity * E)`` experts of every layer."""
     return Recipe({"REAPPruningModifier": {"sparsity": sparsity}})
 
 
 def wanda(sparsity: float) -> Recipe:
-    """Single weights of experts, unstructured, by the toolkit's own modifier."""
+    """Recipe of the toolkit's Wanda modifier, which sets single weights of experts to zero."""
     return Recipe({"WandaPruningModifier": {"sparsity": sparsity, "targets": [r"re:.*[.]experts[.]\d+$"]}})
 
 
 def quantizer(bits: int) -> Modifiers:
-    """Round to nearest, symmetric, in groups of one block; 16 leaves the weights as they are."""
+    """Modifier that rounds weights to nearest, symmetric, in groups of one block; none for 16 bits."""
     if bits == 16:
         return {}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}

@@ -1,4 +1,4 @@
-"""Writes RESULTS.md from measured rows."""
+"""Writes the section of RESULTS.md about allocation from measured rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from moe_coverage_plugin.manifest import CoverageError
 
 NAME = "tables"
 BEGIN, END = markers(NAME)
+FAILED = "error"
+"""Cell of a row that could not be measured."""
+
 INTRODUCTION = f"""## What allocating channels by various methods costs
 
-Written by `python -m benchmarks.allocation --render`; every row was one real run of the toolkit on a fresh copy of the
-model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, in 16 bit where
-it is not quantized, whatever it was computed in. Loss is nats per token inside windows, the mean over the texts; rise
-is over the unpruned model.
+Written by `python -m benchmarks.allocation --render`. Every row is one run of the toolkit on a fresh copy of the
+model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, with 16 bits per
+weight that is not quantized, whatever dtype was used to compute. Loss is in nats per token inside windows, the mean
+over the texts; rise is the difference to the unpruned model.
 
 {BEGIN}
 {END}
@@ -31,7 +34,7 @@ is over the unpruned model.
 
 @dataclass(frozen=True)
 class Entry:
-    """Rows that differ by their seed only."""
+    """Rows of one setting with different seeds."""
 
     rows: list[Row]
 
@@ -44,7 +47,7 @@ class Entry:
         return [row for row in self.rows if row.loss is not None]
 
     def losses(self, base: float = 0.0) -> list[float]:
-        """Losses over ``base``."""
+        """Losses of the measured rows minus ``base``."""
         return [row.loss - base for row in self.rows if row.loss is not None]
 
     @property
@@ -57,21 +60,21 @@ class Entry:
 
 
 def write_results(files: Sequence[Path], path: Path) -> None:
-    """Put the tables of the files' rows between the markers of ``path``; what stands around them stays.
+    """Write the tables of the files' rows between the markers of ``path``; other text is unchanged.
 
     Raises:
-        CoverageError: no rows, rows that cannot stand in one table, or a file without markers.
+        CoverageError: if there are no rows, rows cannot be compared, or the file has no markers.
     """
     rows = [row for file in files for row in read_rows(file)]
     if not rows:
-        raise CoverageError(f"{', '.join(map(str, files))} hold no rows: measure first")
+        raise CoverageError(f"{', '.join(map(str, files))}: no rows, measure first")
     models = dict.fromkeys(row.model for row in rows)
     sections = [section([row for row in rows if row.model == model]) for model in models]
     write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Head and tables of one model."""
+    """Settings and tables of one model as Markdown."""
     base = _base(rows)
     parts = [f"### {rows[0].model}", _head(rows, base)]
     for key, (title, note) in TITLES.items():
@@ -85,7 +88,7 @@ def section(rows: Sequence[Row]) -> str:
                 body = _sweep(entries, base)
             case _:
                 body = _table(entries, base)
-        parts += [f"#### {title}", *([note] if note else []), body, *_refusals(entries)]
+        parts += [f"#### {title}", *([note] if note else []), body, *_errors(entries)]
     return "\n\n".join(parts)
 
 
@@ -97,7 +100,7 @@ def _base(rows: Sequence[Row]) -> float:
         )
     found = [row.loss for row in rows if row.table == UNPRUNED and row.loss is not None]
     if not found:
-        raise CoverageError(f"no row holds the loss of {rows[0].model!r} unpruned: measure it")
+        raise CoverageError(f"no row has the loss of the unpruned model of {rows[0].model!r}: measure it")
     return found[0]
 
 
@@ -108,8 +111,8 @@ def _head(rows: Sequence[Row], base: float) -> str:
     seeds = sorted({row.seed for row in rows})
     lines = [
         f"Unpruned: {first.bytes / 1e6 if first.bytes else 0:.2f} MB, loss {base:.4f} ({each}).",
-        f"Calibrated on {'; '.join(calibration)}; drawn anew with seeds "
-        f"{', '.join(map(str, seeds))}: means, and standard deviations where there are several.",
+        f"Calibrated on {'; '.join(calibration)}; drawn again with each of the seeds "
+        f"{', '.join(map(str, seeds))}. Cells are means, with standard deviations if there are several seeds.",
         f"Measured on {'; '.join(_unique(row.evaluation for row in rows))}; in {first.dtype}.",
         f"Machine: {'; '.join(_unique(row.device for row in rows))}.",
         f"Versions: {'; '.join(_unique(_versions(row) for row in rows))}.",
@@ -138,7 +141,7 @@ def _table(entries: Sequence[Entry], base: float) -> str:
             _percent(entry.first.sparsity),
             str(entry.first.bits),
             entry.megabytes,
-            _spread(entry.losses(), ".4f") or "refused",
+            _spread(entry.losses(), ".4f") or FAILED,
             _spread(entry.losses(base), "+.4f"),
         )
         for entry in entries
@@ -159,7 +162,7 @@ def _strategies(entries: Sequence[Entry], base: float) -> str:
 
 
 def _sweep(entries: Sequence[Entry], base: float) -> str:
-    parts = ["Rise of the loss, and MB in brackets; for Wanda those of an ideal sparse file."]
+    parts = ["Rise of the loss, and MB in brackets; for Wanda, MB of an ideal sparse file."]
     sparsities = sorted({entry.first.sparsity for entry in entries} - {0.0})
     for bits in sorted({entry.first.bits for entry in entries}, reverse=True):
         chosen = {(e.first.name, e.first.sparsity): e for e in entries if e.first.bits == bits}
@@ -170,30 +173,36 @@ def _sweep(entries: Sequence[Entry], base: float) -> str:
     rows = [row for entry in entries for row in entry.measured]
     for recommended in RECOMMENDED:
         parts.append(
-            f"**Where `{recommended}` is not at or below every baseline of as many bits at equal bytes** (its loss "
-            "between two measured sizes on the straight line between them, which a convex curve stays below):"
+            f"**Baselines with a lower loss than `{recommended}` at equal bytes and bits** (first the loss of the "
+            f"baseline, then that of `{recommended}`, interpolated linearly between two measured sizes, which "
+            "overestimates a convex curve):"
         )
         parts.append(_list(lost_to_same_bits(rows, recommended)))
-        parts.append(f"Rows of `{recommended}` that another number of bits makes smaller and better:")
+        parts.append(
+            f"Rows of `{recommended}` for which a baseline with another number of bits is not larger and has a lower "
+            "loss:"
+        )
         parts.append(_list(lost_to_other_bits(rows, recommended)))
     return "\n\n".join(parts)
 
 
-def _refusals(entries: Sequence[Entry]) -> list[str]:
-    refused = [row for entry in entries for row in entry.rows if row.refusal is not None]
-    if not refused:
+def _errors(entries: Sequence[Entry]) -> list[str]:
+    """Rows that could not be measured, by their error message."""
+    by_message: dict[str, list[str]] = {}
+    for entry in entries:
+        for row in entry.rows:
+            if row.refusal is not None:
+                label = f"{row.name}, {_percent(row.sparsity)}, {row.bits} bits, seed {row.seed}"
+                by_message.setdefault(row.refusal, []).append(label)
+    if not by_message:
         return []
-    label = {id(row): f"{row.name}, {_percent(row.sparsity)}, {row.bits} bits, seed {row.seed}" for row in refused}
-    by_words: dict[str, list[str]] = {}
-    for row in refused:
-        by_words.setdefault(str(row.refusal), []).append(label[id(row)])
-    return ["Refused:", _list(f"{'; '.join(names)}: {words}" for words, names in by_words.items())]
+    return ["Errors:", _list(f"{'; '.join(labels)}: {message}" for message, labels in by_message.items())]
 
 
 def _rise(entry: Entry | None, base: float) -> str:
     if entry is None:
         return ""
-    return _spread(entry.losses(base), "+.4f") or "refused"
+    return _spread(entry.losses(base), "+.4f") or FAILED
 
 
 def _sized(entry: Entry | None, base: float) -> str:
@@ -204,7 +213,7 @@ def _sized(entry: Entry | None, base: float) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """Mean, and the standard deviation of a sample where there are several."""
+    """Mean, and the sample standard deviation if there are several values."""
     if not values:
         return ""
     mean = format(statistics.mean(values), form)
@@ -212,7 +221,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines) or "- nowhere"
+    return "\n".join(f"- {line}" for line in lines) or "- none"
 
 
 def _markdown(cells: Sequence[Sequence[str]], headers: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""Measured rows: what one holds, and the files that keep them.
+"""Measured rows, and the files in which they are stored.
 
-Rows are lines of JSON. What hundreds of them say alike (machine, versions, command, texts) stands once in a file of
-runs beside them, and a row holds its key there.
+Rows are lines of JSON. The settings that many rows share (machine, versions, command, texts) are stored once, in a
+file of runs beside the rows; each row has the key of its run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,34 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One setting, measured or refused.
+    """One setting and its measurement, or the error that prevented it.
 
     Attributes:
-        bytes: payload of the checkpoint, ``None`` where refused.
-        sparse_bytes: the same if zeroed expert weights cost one bit each; only for unstructured pruning.
-        loss: mean over the evaluation texts of the mean next-token loss, nats; ``None`` where refused.
-        losses: by evaluation text.
-        refusal: why there is no loss, in the words of the product or of the toolkit.
-        removed: fraction of the expert channels that is gone.
-        removed_experts: experts that are gone whole.
+        model: name of the model.
+        table: key of the table.
+        name: label of the row in its table.
+        method: name of the method; rows of one method form a curve over bytes.
+        sparsity: fraction to remove.
+        bits: bits of a weight.
+        seed: seed of the calibration windows.
+        bytes: bytes of all tensors of the checkpoint, ``None`` after an error.
+        sparse_bytes: the same if expert weights that are zero took one bit each; only for unstructured pruning.
+        loss: mean over the evaluation texts of the mean next-token loss in nats, ``None`` after an error.
+        losses: loss of each evaluation text.
+        refusal: message of the error, ``None`` if the row was measured.
+        removed: removed fraction of the expert channels.
+        removed_experts: number of removed experts.
         recipe: fields of :class:`benchmarks.allocation.recipes.Recipe`.
-        seconds: compressing and measuring; ``scoring_seconds``: measuring the scores, once for all rows that use them.
+        calibration: description of the calibration windows.
+        calibration_sha256: hash of their token ids.
+        evaluation: description of the evaluation windows.
+        evaluation_sha256: hash of their token ids.
+        command: the command that measured the row.
+        device: name of the device.
+        dtype: dtype to compute in.
+        versions: of the packages that compute, by name.
+        seconds: time to compress and to measure.
+        scoring_seconds: time to measure the scores, which several rows may share.
     """
 
     model: str
@@ -71,27 +87,27 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """Rows of equal key are the same measurement."""
+        """The identity of the measurement."""
         return key(vars(self))
 
 
 def key(about: Mapping[str, Any]) -> Key:
-    """What tells a row from all others, known before it is measured."""
+    """Return the identity of a row, which is known before it is measured."""
     return tuple(about[name] for name in IDENTITY)
 
 
 def refusals(path: Path) -> Path:
-    """The file beside ``path`` for refused rows: readers of results want a size and a loss in every line."""
+    """Return the file for rows with an error: readers of ``path`` require bytes and a loss in every line."""
     return path.with_suffix(".refused.jsonl")
 
 
 def runs_file(path: Path) -> Path:
-    """The file beside ``path`` for what rows say alike."""
+    """Return the file for the settings that rows share."""
     return path.with_suffix(".runs.json")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a file and of the refusals beside it, none where there is no file."""
+    """Read the rows of a file and those with an error; none if the files do not exist."""
     runs = _read_runs(path)
     files = [file for file in (path, refusals(path)) if file.exists()]
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
@@ -99,7 +115,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def resume(path: Path) -> list[Row]:
-    """Rows measured so far; a line that a killed run left unfinished is taken away."""
+    """Read the rows measured so far, and remove an incomplete last line of an interrupted run."""
     for file in (path, refusals(path)):
         if file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
@@ -107,19 +123,19 @@ def resume(path: Path) -> list[Row]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row as one line, to the refusals where it is one."""
+    """Append a row as one line, to ``path`` or to the file for rows with an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = asdict(row)
     run = {name: line.pop(name) for name in OF_A_RUN}
     target = path if row.refusal is None else refusals(path)
-    # the run first: a row must never stand alone
+    # the run is written before the row that refers to it
     line["run"] = _keep_run(path, run)
     with target.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def _keep_run(path: Path, run: dict[str, Any]) -> str:
-    """The key of a run, which is kept where it is new."""
+    """Return the key of a run, and store the run if it is new."""
     key = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
     runs = _read_runs(path)
     if key not in runs:
@@ -134,5 +150,5 @@ def _read_runs(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Versions of the packages that compute."""
     return {package: version(package) for package in PACKAGES}

@@ -1,4 +1,4 @@
-"""A whole comparison: which rows are still to be measured, and what is written down of each."""
+"""Runs a comparison: plans its rows, and measures and stores those that are missing."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from benchmarks.plan import processor
 from moe_coverage_plugin.manifest import CoverageError
 
 OF_THE_RUN = ("--share", "--results")
-"""Who measured which row, and where it was written."""
+"""Options that do not change a row, so its stored command leaves them out."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for.
+    """Settings of a comparison.
 
     Attributes:
-        name: of the model in tables.
-        seeds: what is calibrated is measured once for each, with windows of its own; the rest once.
-        tables: regular expression over their keys; the unpruned model is always measured.
-        share: which part of the missing rows and of how many, for several processes that share a comparison, each
-            with a copy of one results file to begin with.
+        name: name of the model in tables.
+        model: directory of the model.
+        calibration: texts to calibrate on.
+        evaluation: texts to measure the loss on.
+        calibration_windows: windows that each run calibrates on.
+        windows: windows of each evaluation text.
+        seeds: seeds of the calibration windows; a setting without calibration is measured with the first one only.
+        dtype: dtype to compute in.
+        tables: regular expression for keys of tables; the unpruned model is always measured.
+        share: index and number of shares of the missing rows, if several processes measure one comparison, each with
+            its own copy of the results file.
     """
 
     name: str
@@ -54,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """A setting with the seed that its calibration windows were drawn by, and what its row says besides figures."""
+    """A row to measure: its setting, seed and calibration windows, and the fields that are known beforehand."""
 
     setting: Setting
     seed: int
@@ -68,13 +74,16 @@ class Job:
 
 
 def run(plan: Plan, device: torch.device, results: Path) -> None:
-    """Measure what the results file does not hold yet.
+    """Measure the rows that are missing in the results file.
 
     Raises:
-        CoverageError: text that is too short, or a device that the toolkit would not use.
+        CoverageError: if a text is too short, or the toolkit would not use ``device``.
     """
     if device.type == "cpu" and torch.accelerator.is_available():
-        raise CoverageError("the toolkit calibrates on the accelerator it sees: hide it to measure on the CPU")
+        raise CoverageError(
+            "device is cpu, but the toolkit calibrates on the visible accelerator: hide it, for example with "
+            "CUDA_VISIBLE_DEVICES="
+        )
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
     evaluation = text.evaluation_windows(plan.evaluation, plan.calibration, tokenizer, plan.windows)
     common = {
@@ -97,22 +106,23 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
         for number, job in enumerate(todo, 1):
             row = measured_row(bench, job)
             rows.append_row(results, row)
-            found = f"refused: {row.refusal}" if row.loss is None else f"loss {row.loss:.4f}"
+            found = f"error: {row.refusal}" if row.loss is None else f"loss {row.loss:.4f}"
             print(f"{number}/{len(todo)} {job.label} | {found} | {row.seconds:.1f} s", flush=True)
 
 
 def share_of(jobs: Sequence[Job], part: int, parts: int) -> list[Job]:
-    """Part ``part`` of ``parts``: those of one calibration lie together, so that few processes score it."""
+    """Return share ``part`` of ``parts``; jobs are sorted by calibration windows, so that few processes score each."""
     ordered = sorted(jobs, key=lambda job: (job.setting.corpus, job.seed))
     return ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
 
 
 def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, Any]) -> list[Job]:
-    """Every row of the chosen tables.
+    """List the rows of the selected tables.
 
     Args:
+        plan: settings of the comparison.
         pools: windows of every calibration text.
-        common: what all rows say of model, evaluation and machine.
+        common: fields of model, evaluation and machine, which all rows share.
     """
     jobs: list[Job] = []
     drawn: dict[tuple[str, int], Windows] = {}
@@ -139,7 +149,7 @@ def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, A
 
 
 def measured_row(bench: Bench, job: Job) -> rows.Row:
-    """Measure one row; a refusal is one, too."""
+    """Measure one row; an error of this package or of REAP is stored in the row."""
     start = time.perf_counter()
     figures: dict[str, Any] = dict.fromkeys(rows.FIGURES)
     scoring = 0.0
@@ -150,7 +160,7 @@ def measured_row(bench: Bench, job: Job) -> rows.Row:
         figures |= asdict(bench.measure(job.setting, job.calibration, job.seed))
     except CoverageError as error:
         figures["refusal"] = str(error)
-    except ValueError as error:  # what the toolkit's own modifiers raise
+    except ValueError as error:  # raised by the toolkit's REAP modifier
         if "REAPPruningModifier" not in job.setting.recipe.modifiers:
             raise
         figures["refusal"] = str(error)

@@ -1,4 +1,4 @@
-"""Bytes that a model in memory would take as a checkpoint."""
+"""Computes the bytes of the checkpoint of a model in memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
 
-# 16 bit: what checkpoints of this kind are stored in, whatever they are computed in
 BYTES_PER_NUMBER = 2
+"""Checkpoints are stored in bfloat16, whatever dtype was used to compute."""
+
 WORD_BYTES = 4
-# packed weights carry their true shape, two int64
+
 SHAPE_BYTES = 16
+"""The unpacked shape of a packed weight, two int64."""
 
 
 def checkpoint_bytes(model: PreTrainedModel) -> int:
-    """Payload of the checkpoint: packed integers and 16-bit scales of quantized layers, 2 bytes for any other number.
+    """Return the bytes of all tensors of the checkpoint, without headers.
 
-    Removed experts and channels take nothing; tensors that several modules share count once.
+    Quantized layers are counted as packed integers with 16-bit scales, other tensors with 2 bytes per number. Tensors
+    that several modules share are counted once.
     """
     quantized = _quantized_linears(model)
     numel: dict[int, int] = {}
@@ -30,11 +33,11 @@ def checkpoint_bytes(model: PreTrainedModel) -> int:
 
 
 def ideal_sparse_bytes(model: PreTrainedModel) -> int:
-    """The same, but zero weights of experts take nothing and each weight of an expert one bit of a mask."""
+    """Return the bytes if expert weights of zero were not stored, and a mask had one bit per expert weight."""
     scheme_of = dict(_quantized_linears(model).values())
     saved_bits = 0
-    for block in find_moe_layers(model):
-        for mlp in block.mlps:
+    for layer in find_moe_layers(model):
+        for mlp in layer.mlps:
             for linear in projections(mlp).values():
                 bits = scheme_of[linear].num_bits if linear in scheme_of else 8 * BYTES_PER_NUMBER
                 saved_bits += int((linear.weight == 0).sum()) * bits - linear.weight.numel()

@@ -1,4 +1,4 @@
-"""The comparison as lists of settings: what stands in which table. Measures nothing."""
+"""Lists the settings of each table of the comparison."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ class Setting:
     """One row before it is measured.
 
     Attributes:
-        name: label of the row; with sparsity and bits unique in its table.
-        method: rows of one method form a curve over bytes.
-        sparsity: fraction to remove, of expert channels, or of what the method removes instead.
-        corpus: calibration text by name; ``all``: equal parts of every corpus.
-        top_k: key of :data:`TOP_K`; ``None`` leaves the routers as they are.
+        table: key of the table, see :data:`TITLES`.
+        name: label of the row; label, sparsity and bits are unique in a table.
+        method: name of the method; rows of one method form a curve over bytes.
+        sparsity: fraction to remove: of expert channels, or of the experts or weights that the method removes.
+        recipe: how the model is pruned.
+        bits: bits of a weight.
+        corpus: name of the calibration text, or ``all`` for equal parts of all texts.
+        top_k: key of :data:`TOP_K`, ``None`` if the top-k of the routers is unchanged.
     """
 
     table: str
@@ -39,11 +42,11 @@ class Setting:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it depends on the calibration windows, which a seed draws."""
+        """Whether the row depends on the calibration windows, and so on the seed."""
         return self.recipe != Recipe()
 
 
-# experts that a router picks, by how many the model was trained with
+# number of experts that a router picks for a token, computed from the number that the model was trained with
 TOP_K: dict[str, Callable[[int], int]] = {
     "1": lambda _k: 1,
     "K/2": lambda k: max(1, k // 2),
@@ -74,46 +77,48 @@ TITLES = {
     "unpruned": ("The unpruned model", ""),
     "main": (
         "Methods at equal bytes",
-        f"Channels in blocks of {BLOCK}. Whole experts come in whole numbers, so their bytes can lie a little above. "
-        "Wanda only zeroes weights: its bytes are those of a dense file, in brackets those of an ideal sparse one "
-        "(weights that are left, and a mask of one bit), which no engine serves.",
+        f"Channels in blocks of {BLOCK}. Methods that remove entire experts round their number down, so their bytes "
+        "can be slightly larger. Wanda only sets weights to zero: its bytes are those of a dense file, and in "
+        "brackets those of an ideal sparse file (nonzero weights, and a mask with one bit per weight), which no "
+        "engine serves.",
     ),
     "strategies": (
         "Strategies between and inside layers",
-        "Rise of the loss. Rows: budgets of layers, or one budget for all experts of the model (global). Columns: "
-        "widths inside a layer, or coverage with each prior. Channels by activation, exact widths.",
+        "Rise of the loss. Rows: strategies that set the budgets of layers, or one budget for all experts of the "
+        "model (global). Columns: strategies that set the widths inside a budget; coverage with each prior. Channels "
+        "by activation, exact widths.",
     ),
     "metrics": ("Channel metrics", "Exact widths."),
     "smoothing": ("Smoothing of importance", "Channels by activation, first order, exact widths."),
     "order": (
         "Expert importance: first against second order",
-        "Both in closed form, beside the end-to-end importances of a backward pass. Channels by activation, square "
-        "root, exact widths.",
+        "Both in closed form, compared with the end-to-end importances of a backward pass. Channels by activation, "
+        "square root smoothing, exact widths.",
     ),
     "alignment": (
         "Alignment to blocks",
-        "Remainders by channels (l-r-c) or by removed score (l-r-s), best blocks, and exact widths. What no block can "
-        "use stays unspent, so bytes differ a little.",
+        "Largest remainders by channels (l-r-c) or by removed score (l-r-s), best blocks, and exact widths. Channels "
+        "that do not fill a block are not used, so bytes differ slightly.",
     ),
     "min_width": (
         "Minimum width",
-        f"Narrower experts are removed whole before widths are rounded to blocks of {BLOCK} (l-r-c).",
+        f"Experts narrower than m are removed before widths are rounded to blocks of {BLOCK} (l-r-c).",
     ),
     "sweep": ("Sparsity and bits", f"Weights rounded to nearest, symmetric, in groups of {BLOCK}."),
     "corpora": (
         "Calibration corpora",
-        "Every corpus alone, with as many windows; all in equal parts stand in the first table.",
+        "Every corpus alone, with the same number of windows. The first table is calibrated on equal parts of all.",
     ),
     "topk": (
         "Experts picked for a token",
-        "Routers of the unpruned model, and of the recommended one at 25 %, pick fewer or more experts than they were "
-        "trained to (K).",
+        "Routers of the unpruned model, and of the model pruned by the recommended recipe at 25 %, pick fewer or more "
+        "experts for a token than in training (K).",
     ),
 }
 
 
 def settings(corpora: Sequence[str]) -> list[Setting]:
-    """All rows of the comparison, in order.
+    """List all rows of the comparison.
 
     Args:
         corpora: names of the calibration texts.
@@ -217,7 +222,7 @@ def _sweep() -> Iterator[Setting]:
 
 
 def _corpora(corpora: Sequence[str]) -> Iterator[Setting]:
-    if len(corpora) < 2:  # the only one is what all tables are calibrated on
+    if len(corpora) < 2:  # all other tables are calibrated on the only corpus
         return
     for sparsity in SPARSITIES:
         for method in ("paper", "recommended", "REAP"):

@@ -1,4 +1,4 @@
-"""Reads text: windows of token ids to calibrate on and to measure on, and what they were, for the record."""
+"""Reads texts as windows of token ids, to calibrate on and to measure on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ EVALUATION_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True)
 class Source:
-    """A text file under a name.
+    """A text file with a name.
 
     Attributes:
-        skip: leading characters to leave out, for instance those that are measured on.
+        name: name of the text in results.
+        path: path of the file.
+        skip: number of characters at the beginning to leave out, for example those used for evaluation.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Source:
 
     @classmethod
     def parse(cls, argument: str) -> Source:
-        """``NAME=FILE`` or ``NAME=FILE@SKIP``; without a name the file's own counts."""
+        """Parse ``NAME=FILE`` or ``NAME=FILE@SKIP``; the default name is the file's name without suffix."""
         name, separator, rest = argument.partition("=")
         rest = rest if separator else argument
         path, at, skip = rest.rpartition("@")
@@ -44,11 +46,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids and where they are from.
+    """Windows of token ids.
 
     Attributes:
-        ids_WS: ``[W, 512]`` int64.
-        description: for people.
+        ids_WS: token ids ``[W, 512]`` int64.
+        description: text and number of windows, for results.
     """
 
     ids_WS: Tensor
@@ -61,15 +63,15 @@ class Windows:
 
 
 def calibration_pools(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """All windows ``[W, 512]`` of every calibration text, to be drawn from."""
+    """Read all windows ``[W, 512]`` of every calibration text."""
     return {source.name: _tokens(source, tokenizer)[0] for source in sources}
 
 
 def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Windows:
-    """``count`` different windows of one corpus, or of all in equal parts.
+    """Draw ``count`` different windows of one corpus, or of all corpora in equal parts.
 
     Raises:
-        CoverageError: a corpus holds too few windows.
+        CoverageError: if a corpus has too few windows.
     """
     names = list(pools) if corpus == ALL_CORPORA else [corpus]
     generator = torch.Generator().manual_seed(seed)
@@ -78,8 +80,8 @@ def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Window
         share = count // len(names) + (position < count % len(names))
         if share > len(pools[name]):
             raise CoverageError(
-                f"calibration text {name!r} holds {len(pools[name])} windows of {WINDOW} tokens and {share} are to be "
-                "drawn: give fewer with --calibration-windows, or more text"
+                f"calibration text {name!r} has {len(pools[name])} windows of {WINDOW} tokens, but {share} are "
+                "needed: lower --calibration-windows, or give more text"
             )
         drawn.append(pools[name][torch.randperm(len(pools[name]), generator=generator)[:share]])
     parts = "" if corpus != ALL_CORPORA or len(names) == 1 else f" in equal parts ({', '.join(names)})"
@@ -90,10 +92,10 @@ def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Window
 def evaluation_windows(
     sources: Sequence[Source], calibration: Sequence[Source], tokenizer: PreTrainedTokenizerBase, count: int
 ) -> dict[str, Windows]:
-    """The first ``count`` windows of every evaluation text.
+    """Read the first ``count`` windows of every evaluation text.
 
     Raises:
-        CoverageError: a text is shorter than a window, or calibration would be drawn from what is measured on.
+        CoverageError: if a text is shorter than a window, or a calibration text overlaps the evaluation windows.
     """
     found: dict[str, Windows] = {}
     for source in sources:
@@ -103,8 +105,9 @@ def evaluation_windows(
         for other in calibration:
             if other.path.resolve() == source.path.resolve() and other.skip < end:
                 raise CoverageError(
-                    f"calibration text {other.name!r} begins at character {other.skip} of {other.path.name}, of which "
-                    f"the first {end} are measured on: write {other.name}={other.path}@{end}, or more"
+                    f"calibration text {other.name!r} begins at character {other.skip} of {other.path.name}, but the "
+                    f"first {end} characters are used for evaluation: give {other.name}={other.path}@{end} or a "
+                    "larger number"
                 )
         found[source.name] = Windows(ids_WS, f"{source.name}: the first {len(ids_WS)} windows of {WINDOW} tokens")
     return found
@@ -113,14 +116,14 @@ def evaluation_windows(
 def _tokens(
     source: Source, tokenizer: PreTrainedTokenizerBase, characters: int | None = None
 ) -> tuple[Tensor, list[int]]:
-    """Windows ``[W, 512]`` of a text, and the character after each, counted from where reading began."""
+    """Read windows ``[W, 512]`` of a text, and the end of each as a number of characters after ``source.skip``."""
     text = source.path.read_text(encoding="utf-8")[source.skip :][:characters]
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     count = len(ids) // WINDOW
     if count == 0:
         raise CoverageError(
-            f"text {source.name!r} has {len(ids)} tokens behind its first {source.skip} characters and a window has "
+            f"text {source.name!r} has {len(ids)} tokens after its first {source.skip} characters, but a window has "
             f"{WINDOW}: give more text"
         )
     ends = [encoded["offset_mapping"][(window + 1) * WINDOW - 1][1] for window in range(count)]

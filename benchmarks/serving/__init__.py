@@ -1,1 +1,1 @@
-"""Speed and memory of ragged checkpoints in vLLM beside stock ones: ``python -m benchmarks.serving``."""
+"""Measures speed and memory of ragged and stock checkpoints in vLLM: ``python -m benchmarks.serving``."""

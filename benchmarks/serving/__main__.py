@@ -1,10 +1,10 @@
-"""End-to-end speed and memory of ragged checkpoints in vLLM, beside stock checkpoints of the same model.
+"""Measures end-to-end speed and memory of ragged checkpoints in vLLM, compared with stock checkpoints.
 
-The model has the shape of Qwen3-30B-A3B and random weights. Variants, each in an engine of its own: stock4 (unpruned,
-W4A16 in groups of 128, attention included, head and routers not), ours4 (the same with a quarter of the expert
-channels gone, random widths in blocks of 128), stock8 and ours8 (FP8_DYNAMIC), stock16 and ours16 (bfloat16).
-Measured: weights memory, decoded tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens,
-seconds of the start. Prints ratios and writes all figures with the card and versions; the file is written anew after
+The model has the shape of Qwen3-30B-A3B and random weights. Each variant runs in its own engine: stock4 is unpruned,
+in W4A16 with groups of 128, except head and routers; ours4 is the same with a quarter of the expert channels removed,
+random widths in blocks of 128; stock8 and ours8 are in FP8_DYNAMIC, stock16 and ours16 in bfloat16. Measured are
+memory of weights, decoded tokens per second of 1, 64 and 256 sequences, seconds of a prefill of 2048 tokens, and
+seconds to start. Prints ratios, and writes all figures with the card and versions; the file is written again after
 every variant.
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
@@ -36,7 +36,7 @@ TAIL_LINES = 40
 
 @dataclass(frozen=True)
 class Work:
-    """What every variant is asked; see ``variant.Request``."""
+    """Work that every variant does; see ``variant.Request``."""
 
     batches: tuple[int, ...] = (1, 64, 256)
     prompt: int = 128
@@ -51,7 +51,7 @@ SMALL_WORK = Work(batches=(1, 4), prompt=16, new=8, prefill=64, max_model_len=12
 def main() -> None:
     args = _parser().parse_args()
     if args.render:
-        # tabulate is not in every environment that has vLLM
+        # imported here because environments with vLLM need not have tabulate
         from benchmarks.markers import RESULTS
         from benchmarks.serving.render import write_results
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure the variants one after the other, and leave with 1 if one failed."""
+    """Measure the variants one after the other, and exit with status 1 if one failed."""
     shape = dict(SMALL if args.small else FULL)
     if args.layers:
         shape["num_hidden_layers"] = args.layers
@@ -87,9 +87,9 @@ def measure(args: argparse.Namespace) -> None:
             checkpoint, variant = Path(temporary, name), VARIANTS[name]
             write_checkpoint(checkpoint, shape, variant, args.seed)
             asked = request | {"checkpoint": str(checkpoint), "ragged": variant.pruned}
-            answer = measure_apart(asked, logs / f"{name}.log")
-            record["environment"] = record["environment"] or answer["environment"]
-            record["variants"][name] = answer["figures"]
+            result = measure_in_process(asked, logs / f"{name}.log")
+            record["environment"] = record["environment"] or result["environment"]
+            record["variants"][name] = result["figures"]
             record["ratios"] = ratios(record["variants"])
             args.output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{record['environment']}, {shape['num_hidden_layers']} layers, seed {args.seed}\n")
@@ -98,31 +98,33 @@ def measure(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def measure_apart(request: dict[str, Any], log: Path) -> dict[str, Any]:
-    """``environment`` and ``figures`` of one checkpoint, from a process of its own; its output goes to ``log``.
+def measure_in_process(request: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Measure one checkpoint in its own process, whose output is written to ``log``.
 
-    The figures of a process that failed are ``{"error": words}``, and the end of its output is printed.
+    Returns:
+        ``environment`` and ``figures``. If the process failed, the figures are ``{"error": message}``, and the end of
+        its output is printed.
     """
     checkpoint = Path(request["checkpoint"])
-    asked, answer = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".answer.json")
+    asked, result = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".result.json")
     asked.write_text(json.dumps(request))
-    # functions of ours are sent to the engine's process
+    # vLLM needs this to send functions to the engine's process
     environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    command = [sys.executable, "-m", "benchmarks.serving.variant", str(asked), str(answer)]
+    command = [sys.executable, "-m", "benchmarks.serving.variant", str(asked), str(result)]
     with log.open("w") as file:
         done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
-    # written last, so it is complete even where an engine then fails to stop
-    if answer.exists():
-        return json.loads(answer.read_text())
+    # written last, so it is complete even if the engine then fails to stop
+    if result.exists():
+        return json.loads(result.read_text())
     text = log.read_text()
     print(*text.splitlines()[-TAIL_LINES:], sep="\n", file=sys.stderr)
-    return {"environment": None, "figures": {"error": error_words(text) or f"exit status {done.returncode}"}}
+    return {"environment": None, "figures": {"error": last_error(text) or f"exit status {done.returncode}"}}
 
 
-def error_words(log: str) -> str | None:
-    """The last error of a log that is not vLLM's word that its engine, in another process, had one."""
+def last_error(log: str) -> str | None:
+    """Return the last error of a log, without vLLM's report that the engine's process failed."""
     errors = re.findall(r"\b([A-Z]\w*(?:Error|Exception): .+)", log)
-    return next((words for words in reversed(errors) if "root cause above" not in words), None)
+    return next((message for message in reversed(errors) if "root cause above" not in message), None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,16 +136,16 @@ def _parser() -> argparse.ArgumentParser:
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, help="JSON file to write")
     task.add_argument(
-        "--render", type=Path, nargs="+", metavar="FILE", help="measure nothing, write RESULTS.md from such files"
+        "--render", type=Path, nargs="+", metavar="FILE", help="write RESULTS.md from these files and measure nothing"
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="cards that a model is spread over")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of cards per model")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
-    parser.add_argument("--seed", type=int, default=0, help="of widths, weights and prompts")
-    parser.add_argument("--logs", type=Path, help="where to keep what the engines print; thrown away otherwise")
-    parser.add_argument("--small", action="store_true", help="a tiny shape and little work, to see that it runs")
-    parser.add_argument("--enforce-eager", action="store_true", help="without graphs, for a machine without a card")
+    parser.add_argument("--seed", type=int, default=0, help="seed of widths, weights and prompts")
+    parser.add_argument("--logs", type=Path, help="directory for the output of engines, which is not kept by default")
+    parser.add_argument("--small", action="store_true", help="use a tiny shape and little work, for a trial")
+    parser.add_argument("--enforce-eager", action="store_true", help="use no graphs, for a machine without a card")
     return parser
 
 

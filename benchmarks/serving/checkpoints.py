@@ -1,4 +1,4 @@
-"""Checkpoints without weights: what an engine reads of a model before it fills the parameters at random."""
+"""Writes checkpoints without weights, for an engine that fills the parameters with random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, Manifest
 
-# Qwen3-30B-A3B, under the names of its config.json
+# config.json of Qwen3-30B-A3B
 FULL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -53,7 +53,7 @@ BLOCKS = 6
 """Blocks of channels in an unpruned expert. Each is one quantization group, 128 channels in the full shape."""
 
 KEPT_BLOCKS = 4.5
-"""Mean of a pruned expert: a quarter of the channels is gone."""
+"""Mean blocks of a pruned expert: a quarter of the channels is removed."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,16 @@ VARIANTS: dict[str, Variant] = {
 
 
 def random_widths(layers: int, experts: int, width: int, seed: int) -> list[list[int]]:
-    """Channels of every expert: whole blocks, at least one, three quarters of all ``layers * experts * width``.
+    """Draw the widths of all experts, multiples of a block whose mean is three quarters of ``width``.
 
-    Every expert keeps one block; the others are dealt at random over the model, so that widths spread over all
-    numbers of blocks as in a plan over the whole model.
+    Every expert keeps one block. The other blocks are assigned at random over all experts of the model, so that all
+    numbers of blocks occur, as in a plan with a global budget.
 
     Args:
-        layers, experts: of the model.
-        width: of an unpruned expert, a multiple of ``BLOCKS``.
-        seed: of the draw.
+        layers: number of layers.
+        experts: experts per layer.
+        width: channels of an unpruned expert, a multiple of ``BLOCKS``.
+        seed: seed of the draw.
     """
     free = BLOCKS - 1
     kept = round(layers * experts * (KEPT_BLOCKS - 1))
@@ -93,13 +94,13 @@ def random_widths(layers: int, experts: int, width: int, seed: int) -> list[list
 
 
 def write_checkpoint(directory: Path, shape: dict[str, Any], variant: Variant, seed: int) -> None:
-    """Write ``config.json`` of one variant; there are no weights and no tokenizer.
+    """Write ``config.json`` of one variant, without weights and tokenizer.
 
     Args:
-        directory: to be made.
+        directory: directory to create.
         shape: the unpruned model, ``FULL`` or ``SMALL``, possibly with fewer layers.
-        variant: how it is stored.
-        seed: of the widths of pruned experts.
+        variant: how the model is stored.
+        seed: seed of the widths of pruned experts.
     """
     config = dict(shape)
     width = shape["moe_intermediate_size"]
@@ -117,7 +118,10 @@ def write_checkpoint(directory: Path, shape: dict[str, Any], variant: Variant, s
 
 
 def _quantization(bits: int, group_size: int) -> dict[str, Any]:
-    """What the toolkit writes for W4A16 or FP8_DYNAMIC of all linear layers but routers and head, or no quantizer."""
+    """Return the toolkit's entry for W4A16 or FP8_DYNAMIC of all linear layers except routers and head.
+
+    For 16 bits, the entry has no quantized layers.
+    """
     if bits == 16:
         return {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
     stored: dict[str, Any] = {"num_bits": bits, "symmetric": True, "dynamic": False}

@@ -1,6 +1,6 @@
-"""What is done to a model inside the engine's process: weights filled at random, counted, its routing watched.
+"""Functions that run in the engine's process: they fill weights with random numbers, count bytes and record routing.
 
-These functions are handed to ``LLM.apply_model`` and ``LLM.collective_rpc``.
+They are passed to ``LLM.apply_model`` and ``LLM.collective_rpc``.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import Any
 import torch
 
 NIBBLE_DEVIATION = 4.18
-"""Standard deviation of packed values: -7 to 7, of which 0 is twice as likely as any other. Of 8-bit floats, too."""
+"""Standard deviation of packed values: -7 to 7, 0 twice as likely as any other. Also used for 8-bit floats."""
 
 SMALL_BYTES = 2**20
 
 
 @torch.inference_mode()
 def fill_at_random(model: Any, seed: int) -> None:
-    """Give a loaded model the weights of an untrained one, in whatever layout its kernels want them.
+    """Fill the parameters of a loaded model with random numbers, in place, so that captured graphs use them.
 
-    vLLM's own random weights are the same in every layer and leave packed words as the memory was; cards draw less
-    power on zeros, and run faster. Here packed values are random, scales and plain weights keep the size of hidden
-    states, norms are 1. In place, so that captured graphs see it.
+    vLLM's own random weights are the same in every layer, and its packed words are uninitialized memory. If that is
+    zero, cards need less power and run faster. This function makes packed values random, sets weights of norms to 1,
+    and chooses scales and other weights such that the norm of hidden states does not change from layer to layer.
 
     Args:
         model: a vLLM model after loading.
-        seed: every parameter has its own, derived from it.
+        seed: the seed of each parameter is this number plus the parameter's index.
     """
     deviation = model.config.hidden_size**-0.5
-    # attention of random weights averages over a sequence; if that outgrew the embeddings, its tokens would look
-    # alike after a few layers and be routed alike
+    # attention with random weights averages over the sequence; if its output were larger than the embeddings, hidden
+    # states would be nearly equal after a few layers, and all tokens would be routed to the same experts
     embedding_deviation = 2 * model.config.num_hidden_layers**0.5
     for number, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator(parameter.device).manual_seed(seed + number)
         if not parameter.is_floating_point():
-            # shapes and orders of columns are integers too; some releases give packed words a second name
+            # packed words are named "weight" in some releases; other integers are shapes and orders of columns
             if name.endswith(("weight_packed", "weight")):
                 fill_packed(parameter, generator)
             else:
-                assert parameter.nbytes < SMALL_BYTES, f"{name} may hold weights, and was not filled"
+                assert parameter.nbytes < SMALL_BYTES, f"{name} may have weights, but was not filled"
         elif name.endswith("scale"):
             typical = deviation / NIBBLE_DEVIATION
             parameter.uniform_(0.5 * typical, 1.5 * typical, generator=generator)
@@ -53,10 +53,10 @@ def fill_at_random(model: Any, seed: int) -> None:
 
 
 def fill_packed(words: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill integers with random nibbles of 1 to 15, which stand for -7 to 7; 8 also in place of 0.
+    """Fill integers with random nibbles of 1 to 15, which encode -7 to 7; nibbles of 0 are replaced by 8.
 
-    With 0 among them the mean would be below zero: then one direction grows from layer to layer, in the end all
-    tokens look alike, and a few experts get them all.
+    With nibbles of 0, the mean of the values would be below zero. One direction of hidden states would then grow from
+    layer to layer, until they are nearly equal and all tokens are routed to a few experts.
     """
     limits = torch.iinfo(words.dtype)
     words.random_(limits.min, limits.max + 1, generator=generator)
@@ -65,12 +65,12 @@ def fill_packed(words: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, each storage once."""
+    """Bytes of all parameters; each storage is counted once."""
     return _stored_bytes(model.parameters())
 
 
 def expert_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the routed experts, each storage once."""
+    """Bytes of the routed experts; each storage is counted once."""
     return _stored_bytes(parameter for name, parameter in model.named_parameters() if ".routed_experts." in name)
 
 
@@ -80,28 +80,28 @@ def _stored_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def loading_bytes(worker: Any) -> int:
-    """The engine's own figure: what its device held more of after the model was loaded than before."""
+    """Device memory that loading the model took, as measured by the engine."""
     return int(worker.model_runner.model_memory_usage)
 
 
 def expert_methods(model: torch.nn.Module) -> list[str]:
-    """Class names of what runs the routed experts."""
+    """Class names of the methods that run the routed experts."""
     routed = (module for name, module in model.named_modules() if name.endswith("routed_experts"))
     return sorted({type(getattr(module, "quant_method", None)).__name__ for module in routed})
 
 
-def watch_routing(model: torch.nn.Module, tokens: int) -> None:
-    """Have every router keep what it chose for the first ``tokens`` tokens of the last batch of at least so many.
+def record_routing(model: torch.nn.Module, tokens: int) -> None:
+    """Make every router store the experts of the first ``tokens`` tokens of each batch with at least that many tokens.
 
-    Routers run in Python only where no graph is replayed: for more tokens than the largest graph takes.
+    Routers run in Python only if no graph is replayed, that is for more tokens than the largest graph has.
     """
     for router in _routers(model):
-        router.select_experts = _remembering(router, tokens)
+        router.select_experts = _recording(router, tokens)
 
 
 def distinct_experts(model: torch.nn.Module) -> float | None:
-    """How many experts these tokens were sent to, mean over layers; ``None`` if no router could be watched."""
-    counts = [len(router.watched_ids.unique()) for router in _routers(model) if router.watched_ids is not None]
+    """Number of different experts of the recorded tokens, the mean over layers; ``None`` if nothing was recorded."""
+    counts = [len(router.recorded_ids.unique()) for router in _routers(model) if router.recorded_ids is not None]
     return sum(counts) / len(counts) if counts else None
 
 
@@ -111,13 +111,13 @@ def _routers(model: torch.nn.Module) -> list[Any]:
     return [router for router in routers.values() if hasattr(router, "select_experts")]
 
 
-def _remembering(router: Any, tokens: int) -> Any:
-    select_experts, router.watched_ids = router.select_experts, None
+def _recording(router: Any, tokens: int) -> Any:
+    select_experts, router.recorded_ids = router.select_experts, None
 
     def select(*args: Any, **kwargs: Any) -> Any:
         weights_TK, ids_TK = select_experts(*args, **kwargs)
         if len(ids_TK) >= tokens:
-            router.watched_ids = ids_TK[:tokens].clone()
+            router.recorded_ids = ids_TK[:tokens].clone()
         return weights_TK, ids_TK
 
     return select

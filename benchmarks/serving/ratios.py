@@ -1,4 +1,4 @@
-"""Figures of our variants relative to stock ones."""
+"""Ratios of figures of our variants to those of stock variants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Figures = dict[str, Any]
 
 
 def ratios(variants: dict[str, Figures]) -> dict[str, dict[str, float]]:
-    """Ours over stock for every pair that was measured, ``"ours4 / stock4": {"decode at 64": 1.2}``.
+    """Return the ratios of every measured pair, for example ``{"ours4 / stock4": {"weights bytes": 0.75}}``.
 
     Args:
-        variants: figures by variant as ``Bench.measure`` returns them, or ``{"error": words}``.
+        variants: figures of each variant from ``Bench.measure``, or ``{"error": message}``.
     """
     found = {name: comparable(figures) for name, figures in variants.items() if "error" not in figures}
     return {
@@ -24,7 +24,7 @@ def ratios(variants: dict[str, Figures]) -> dict[str, dict[str, float]]:
 
 
 def comparable(figures: Figures) -> dict[str, float]:
-    """The figures of a variant that ratios are taken of, by what they are."""
+    """Return the figures of a variant of which ratios are computed, by name."""
     weights = figures["loading_bytes"] or figures["parameter_bytes"]
     decode = {f"decode tokens/s, batch {row['batch']}": row["tokens_per_second"] for row in figures["decode"]}
     prefill = figures["prefill"]
@@ -33,13 +33,13 @@ def comparable(figures: Figures) -> dict[str, float]:
 
 
 def imbalance(figures: Figures) -> float:
-    """By how much the rank with the most bytes of experts exceeds the mean rank; 0 where all are equal."""
+    """Return the largest number of bytes of experts on a rank, relative to the mean over ranks, minus 1."""
     held = figures["expert_bytes_by_rank"]
     return max(held) * len(held) / sum(held) - 1
 
 
 def table(variants: dict[str, Figures]) -> str:
-    """The ratios, a line for each kind of figure and a column for each pair, and the words of what failed."""
+    """Format the ratios, with a line for each figure and a column for each pair, and the errors of failed variants."""
     columns = ratios(variants)
     lines = []
     if columns:

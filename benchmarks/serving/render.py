@@ -1,4 +1,4 @@
-"""Writes the part of RESULTS.md on serving from measured files."""
+"""Writes the section of RESULTS.md about serving from measured files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not where vLLM is
+from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not in vLLM's environment
 
 from benchmarks.markers import markers, write_between
 from benchmarks.serving.ratios import Figures, comparable, imbalance, ratios
@@ -16,9 +16,9 @@ NAME = "serving"
 BEGIN, END = markers(NAME)
 INTRODUCTION = f"""## Serving, end to end
 
-Written by `python -m benchmarks.serving --render`. Each variant is a model of random weights in an engine of its own:
-`stock4` unpruned in W4A16, `stock8` in FP8_DYNAMIC, `stock16` in bfloat16, `ours4` and so on the same without a
-quarter of the expert channels.
+Written by `python -m benchmarks.serving --render`. Each variant is a model with random weights in an engine of its
+own: `stock4` is unpruned in W4A16, `stock8` in FP8_DYNAMIC, and `stock16` in bfloat16; `ours4`, `ours8` and `ours16`
+are the same with a quarter of the expert channels removed.
 
 {BEGIN}
 {END}
@@ -26,17 +26,17 @@ quarter of the expert channels.
 
 
 def write_results(files: Sequence[Path], path: Path) -> None:
-    """Put the tables of runs between the markers of ``path``.
+    """Write the tables of the files' runs between the markers of ``path``.
 
     Raises:
-        CoverageError: a page without markers.
+        CoverageError: if the page has no markers.
     """
     sections = [section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
     write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
 def section(record: dict[str, Any]) -> str:
-    """Head, figures of every variant, and their ratios."""
+    """Settings, figures of every variant, and their ratios as Markdown."""
     shape, asked, where = record["shape"], record["request"], record["environment"]
     measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
     head = [
@@ -48,7 +48,7 @@ def section(record: dict[str, Any]) -> str:
         f"{shape['moe_intermediate_size']} channels before pruning, hidden size {shape['hidden_size']}, "
         f"{shape['num_experts_per_tok']} experts per token.",
         f"Decoding: {asked['new']} tokens after prompts of {asked['prompt']}, the fastest of repeated runs; "
-        f"{'without graphs' if asked['enforce_eager'] else 'graphs as vLLM has them by default'}.",
+        f"{'without graphs' if asked['enforce_eager'] else 'with the default graphs of vLLM'}.",
         *(f"{name} failed: {figures['error']}" for name, figures in record["variants"].items() if "error" in figures),
     ]
     parts = ["\n".join(f"- {line}" for line in head), _table({n: _shown(f) for n, f in measured.items()})]
@@ -59,7 +59,9 @@ def section(record: dict[str, Any]) -> str:
 
 
 def _ranks(count: int) -> str:
-    return f", {count} of them by tensor parallelism; bytes are those of the fullest" if count > 1 else ""
+    return (
+        f", tensor parallelism over {count} of them; bytes are those of the rank with most bytes" if count > 1 else ""
+    )
 
 
 def _shown(figures: Figures) -> dict[str, str]:
@@ -68,11 +70,11 @@ def _shown(figures: Figures) -> dict[str, str]:
     routing = figures["routing"]
     met = routing["distinct_experts"]
     if met is not None:
-        shown[f"experts that {routing['tokens']} tokens meet in a layer"] = (
+        shown[f"different experts of {routing['tokens']} tokens in a layer"] = (
             f"{met:.1f} ({routing['if_even']:.1f} if all were equally likely)"
         )
     if len(figures["expert_bytes_by_rank"]) > 1:
-        shown["experts on the fullest rank, over the mean rank"] = f"{1 + imbalance(figures):.4f}"
+        shown["largest bytes of experts on a rank / mean"] = f"{1 + imbalance(figures):.4f}"
     return shown | seconds | {"seconds to start": f"{figures['startup_seconds']:.0f}"}
 
 

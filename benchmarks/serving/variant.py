@@ -1,8 +1,8 @@
-"""Measures one checkpoint in a process of its own, because an engine keeps what it took of the card.
+"""Measures one checkpoint. It runs in its own process, because an engine does not free the memory of its card.
 
     python -m benchmarks.serving.variant REQUEST.json RESULT.json
 
-The request holds the fields of ``Request``, the result is one JSON object.
+The request has the fields of ``Request``; the result is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class Request:
 
     Attributes:
         checkpoint: directory with ``config.json``.
-        ragged: whether this plugin must serve it.
-        batches: sequences that decode together.
-        prompt: tokens of their prompts.
-        new: tokens that each of them decodes after the first.
-        prefill: tokens of the prompt whose prefill is timed, alone.
-        tensor_parallel_size, max_model_len, gpu_memory_utilization, enforce_eager, seed: vLLM's.
+        ragged: whether this plugin must serve the checkpoint.
+        batches: numbers of sequences that decode together.
+        prompt: tokens of each prompt.
+        new: tokens that each sequence decodes after the first one.
+        prefill: tokens of the prompt whose prefill is timed.
+        tensor_parallel_size: option of vLLM.
+        max_model_len: option of vLLM.
+        gpu_memory_utilization: option of vLLM.
+        enforce_eager: option of vLLM.
+        seed: option of vLLM, also the seed of weights and prompts.
     """
 
     checkpoint: str
@@ -63,7 +67,7 @@ class Request:
 
 
 class Bench:
-    """An engine on random weights, and prompts that it has never seen, so that no prefix is served from its cache."""
+    """An engine with random weights. Prompts are new in each run, so that no prefix is in the engine's cache."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -78,7 +82,7 @@ class Bench:
             gpu_memory_utilization=request.gpu_memory_utilization,
             enforce_eager=request.enforce_eager,
             seed=request.seed,
-            # fewer than vLLM's, for a shorter start; the mode of the graphs stays its own
+            # fewer sizes than by default, for a shorter start; the mode of the graphs is the default
             compilation_config={"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, *request.batches})},
         )
         self.startup_seconds = time.perf_counter() - start
@@ -89,8 +93,8 @@ class Bench:
         self.vocabulary = self.llm.model_config.get_vocab_size()
 
     def measure(self) -> dict[str, Any]:
-        """All figures of this checkpoint; bytes of the fullest rank, seconds, tokens per second."""
-        # the CPU's runner does not measure what loading takes
+        """Return all figures of this checkpoint; bytes are those of the rank with most bytes."""
+        # the CPU's model runner does not measure the memory that loading takes
         loading = None if current_platform.is_cpu() else max(self.llm.collective_rpc(parameters.loading_bytes))
         return {
             "experts_run_by": self.expert_methods,
@@ -104,12 +108,13 @@ class Bench:
         }
 
     def decode(self, batch: int) -> dict[str, Any]:
-        """Tokens per second of a batch after its first token: what more tokens take longer.
+        """Return tokens per second of a batch, without the prefill.
 
-        Of the fastest runs: prefills are a burst of the host's work, and whatever else it does only adds to them.
+        The time is that of runs with several tokens minus that of runs with one token. Of repeated runs, the fastest
+        are used, because a prefill needs much work of the host, and other processes can only make it slower.
         """
         short, long = [], []
-        # the first repetition compiles and is dropped
+        # the first repetition also compiles, so it is not used
         for _ in range(1 + DECODE_REPETITIONS):
             short.append(self.seconds(batch, self.request.prompt, 1))
             long.append(self.seconds(batch, self.request.prompt, 1 + self.request.new))
@@ -122,21 +127,22 @@ class Bench:
         }
 
     def prefill(self) -> dict[str, Any]:
-        """Seconds of one long prompt and one token, the request's way through the engine included; median."""
+        """Return the median of seconds from a request with one long prompt to its only token."""
         seconds = [self.seconds(1, self.request.prefill, 1) for _ in range(1 + PREFILL_REPETITIONS)][1:]
         return {"tokens": self.request.prefill, "median_seconds": statistics.median(seconds), "seconds": seconds}
 
     def routing(self) -> dict[str, Any]:
-        """Experts of a layer that 64 tokens hit, and how many they would if every choice were equally likely."""
-        self.llm.apply_model(partial(parameters.watch_routing, tokens=ROUTED_TOKENS))
+        """Return the number of different experts of 64 tokens in a layer, and its expectation for uniform routing."""
+        self.llm.apply_model(partial(parameters.record_routing, tokens=ROUTED_TOKENS))
         self.seconds(1, self.request.prefill, 1)
-        found = self.llm.apply_model(parameters.distinct_experts)[0]  # every rank routes all tokens
+        # the first rank is sufficient, because every rank routes all tokens
+        found = self.llm.apply_model(parameters.distinct_experts)[0]
         config = self.llm.model_config.hf_config
         missed = (1 - config.num_experts_per_tok / config.num_experts) ** ROUTED_TOKENS
         return {"tokens": ROUTED_TOKENS, "distinct_experts": found, "if_even": config.num_experts * (1 - missed)}
 
     def seconds(self, batch: int, prompt: int, new: int) -> float:
-        """Wall-clock of one batch of fresh random prompts; sampled at temperature 1, so that tokens stay random."""
+        """Return the wall-clock time of one batch of new random prompts, sampled at temperature 1."""
         ids_BS = torch.randint(self.vocabulary, (batch, prompt), generator=self.generator).tolist()
         sampling = SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
@@ -146,7 +152,7 @@ class Bench:
         return seconds
 
     def check_finite(self) -> None:
-        """Make sure that the weights make a model: NaN would be fast or slow for reasons of its own."""
+        """Check that outputs are finite: with NaN, the speed would not be that of a model."""
         ids = torch.randint(self.vocabulary, (self.request.prompt,), generator=self.generator).tolist()
         sampling = SamplingParams(max_tokens=1, logprobs=1, detokenize=False)
         (output,) = self.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
@@ -156,22 +162,26 @@ class Bench:
 
 
 def check_method(ragged: bool, found: list[str]) -> None:
-    """Make sure that the plugin serves what is ragged, and nothing else.
+    """Check that the plugin serves ragged checkpoints and no others.
 
-    Without weights there is no tensor at which stock vLLM would stop, and it would time the declared width.
+    Stock vLLM does not detect a ragged checkpoint without weights, and would run experts of the declared width.
+
+    Args:
+        ragged: whether the checkpoint is ragged.
+        found: class names of the methods that run the experts.
 
     Raises:
-        CoverageError: with what runs the experts.
+        CoverageError: if other methods run the experts.
     """
     if ragged != (found == [RAGGED_METHOD]):
         raise CoverageError(
             f"the experts of a {'ragged' if ragged else 'stock'} checkpoint are run by {', '.join(found)}: install "
-            "this package where vLLM finds its entry point, and let VLLM_PLUGINS allow it"
+            "this package into vLLM's environment, and add it to VLLM_PLUGINS if that is set"
         )
 
 
 def environment() -> dict[str, Any]:
-    """The card and versions."""
+    """Return the card and versions of packages."""
     card = f"{platform.machine()} CPU" if current_platform.is_cpu() else current_platform.get_device_name()
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     for package in ("moe-coverage-plugin", "transformers", "triton"):

@@ -1,11 +1,11 @@
-"""Gathers the training text of the mini-MoE from installed Debian packages.
+"""Collects the training text of the mini-MoE from installed Debian packages.
 
     python corpus.py --work build/testbed
 
-Reads only files that a package manager already put on this machine, so no download and no account is needed. Every
-file belongs to one split, decided by a hash of its name: one in sixteen is held out. Writes `documents.jsonl` (one
-document a line) into the working folder, the data listing `corpus.json` beside this file, and the two evaluation
-texts `calibration.txt` and `heldout.txt` into the model folder.
+Reads only files of installed packages, so that no download is needed. A hash of its name selects the split of a file:
+one file in sixteen is held out. Writes `documents.jsonl` (one document per line) into the working folder, the list of
+packages `corpus.json` into the folder of this script, and the two evaluation texts `calibration.txt` and `heldout.txt`
+into the model folder.
 """
 
 import argparse
@@ -32,14 +32,13 @@ MIN_LETTER_SHARE = 0.5
 EVALUATION_BYTES = 400_000
 EVALUATION_DOCUMENT_BYTES = 32_000
 EVALUATION_LICENCE = "PSF-2.0"
-WEB_ADDRESS = re.compile(
-    r"https?://[\w./%#?=&~+:@-]+"
-)  # these two texts are published: no addresses of others in them
+# the two evaluation texts are published, so they must not have addresses of other people
+WEB_ADDRESS = re.compile(r"https?://[\w./%#?=&~+:@-]+")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Debian package: which of its files are read, and how a file becomes text."""
+    """One Debian package, a pattern for the files to read, and the function that converts a file to text."""
 
     package: str
     kind: str
@@ -75,7 +74,7 @@ class _HtmlText(html.parser.HTMLParser):
         self.pre_depth = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # Only the hidden element's own tag is counted: pages leave others, like `li` and `p`, unclosed.
+        # only the hidden element's own tag is counted, because pages do not close others such as `li` and `p`
         if self.hidden_depth:
             self.hidden_depth += tag == self.hidden_tag
         elif self.HIDDEN_TAGS.fullmatch(tag) or self.HIDDEN_CLASSES.search(dict(attrs).get("class") or ""):
@@ -111,7 +110,7 @@ def read_manual_page(data: bytes) -> str:
     return subprocess.run(command, input=data, capture_output=True, check=True).stdout.decode("utf-8")
 
 
-# Tables of numbers, generated rules, translations and copies of other files would teach a small model nothing.
+# patterns leave out tables of numbers, generated rules, translations, and copies of other files
 STDLIB = r"/usr/lib/python3\.11/(?!encodings/|pydoc_data/|lib2to3/tests/data|test/encoded_modules).*\.py"
 PAGES = r"(?!.*(genindex|modindex|bookindex|requirements|crossref|keyword_index)).*\.html"
 DIST = (
@@ -145,14 +144,14 @@ SOURCES = (
 
 
 def package_version(package: str) -> str | None:
-    """The installed version of a Debian package, or None."""
+    """Return the installed version of a Debian package, or None."""
     command = ["dpkg-query", "--show", "--showformat=${db:Status-Status} ${Version}", package]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     return shown[1] if len(shown) == 2 and shown[0] == "installed" else None
 
 
 def package_files(source: Source) -> list[Path]:
-    """The regular files of an installed package that the source's pattern selects, sorted by name."""
+    """List the regular files of an installed package that match the source's pattern, sorted by name."""
     listing = subprocess.run(["dpkg", "--listfiles", source.package], capture_output=True, text=True, check=True)
     pattern = re.compile(source.pattern)
     paths = (Path(line) for line in sorted(listing.stdout.splitlines()) if pattern.fullmatch(line))
@@ -164,7 +163,7 @@ def is_held_out(name: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """Drops control characters, over-long lines, trailing white space and runs of more than two blank lines."""
+    """Remove control characters, too long lines, trailing white space and runs of more than two blank lines."""
     text = re.sub(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f\ufeff]", " ", text.replace("\r\n", "\n"))
     lines = (line.rstrip() for line in text.split("\n") if len(line) <= MAX_LINE_CHARS)
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
@@ -176,7 +175,7 @@ def is_prose_or_code(text: str) -> bool:
 
 
 class ParagraphFilter:
-    """Drops long paragraphs that were seen before, and tables of numbers. Short ones repeat by nature and stay."""
+    """Removes repeated long paragraphs, and tables of numbers. Short paragraphs are kept."""
 
     def __init__(self) -> None:
         self.seen: set[bytes] = set()
@@ -195,7 +194,7 @@ class ParagraphFilter:
 
 
 def read_documents(source: Source) -> Iterator[Document]:
-    """Cleaned documents of one source. Files that are not UTF-8, not mostly ASCII, or very short are left out."""
+    """Read the cleaned documents of one source, without files that are not UTF-8, not mostly ASCII, or very short."""
     for path in package_files(source):
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -212,7 +211,7 @@ def read_documents(source: Source) -> Iterator[Document]:
 
 
 def deduplicate(documents: Iterable[Document]) -> list[Document]:
-    """Documents without repeated paragraphs, in the order given, held-out files first so that they win a tie."""
+    """Remove repeated paragraphs; held-out files come first, so that they keep paragraphs that both splits have."""
     keep = ParagraphFilter()
     kept = []
     for document in sorted(documents, key=lambda document: not document.held_out):
@@ -223,7 +222,7 @@ def deduplicate(documents: Iterable[Document]) -> list[Document]:
 
 
 def listing(versions: dict[str, str | None], documents: list[Document]) -> dict:
-    """The data listing: for each package its version, licence, files, bytes and one hash over names and texts."""
+    """Return the list of packages: version, licence, files, bytes, and a hash of names and texts."""
     packages = []
     for source in SOURCES:
         own = [document for document in documents if document.package == source.package]
@@ -249,10 +248,10 @@ def listing(versions: dict[str, str | None], documents: list[Document]) -> dict:
 
 
 def evaluation_texts(documents: list[Document]) -> dict[str, str]:
-    """Two texts of held-out files that share no file, half code and half prose, of one licence.
+    """Build two texts from different held-out files, half code and half prose, all under one licence.
 
-    Files with a notice of their own are left out, so that one licence covers the whole. Long files are cut at a line
-    end, so that each text is made of many files. Web addresses are replaced.
+    Files that mention a copyright or a licence are left out, so that one licence covers both texts. Long files are cut
+    at a line end, so that each text consists of many files. Web addresses are replaced.
     """
     texts = {"calibration.txt": "", "heldout.txt": ""}
     for kind in ("python", "python_docs"):
@@ -282,12 +281,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HERE / "mini_moe", help="folder for the evaluation texts")
     arguments = parser.parse_args()
     if shutil.which("dpkg") is None or shutil.which("groff") is None:
-        sys.exit("corpus.py reads installed Debian packages and renders manual pages: it needs dpkg and groff.")
+        sys.exit("dpkg or groff is not installed: corpus.py needs both to read Debian packages and manual pages")
 
     versions = {source.package: package_version(source.package) for source in SOURCES}
     missing = [package for package, version in versions.items() if version is None]
     if missing:
-        print(f"NOT INSTALLED, left out: {' '.join(missing)}. Install them for the listed corpus.", file=sys.stderr)
+        print(f"Left out, because not installed: {' '.join(missing)}", file=sys.stderr)
     present = (source for source in SOURCES if versions[source.package] is not None)
     documents = deduplicate(document for source in present for document in read_documents(source))
 

@@ -1,9 +1,9 @@
-"""Held-out loss of the mini-MoE per kind of text, beside a unigram and a bigram model, and the use of its experts.
+"""Measures the held-out loss of the mini-MoE, a unigram and a bigram model per kind of text, and the use of experts.
 
     python evaluate.py --work build/testbed
 
-The count models are estimated on the same training tokens and predict the same held-out tokens. Writes
-`evaluation.json` beside this file and prints Markdown tables.
+The unigram and bigram models are counted on the same training tokens and predict the same held-out tokens. Writes
+`evaluation.json` into the folder of this script and prints Markdown tables.
 """
 
 import argparse
@@ -33,12 +33,12 @@ class CountModels:
         unigram_V = np.bincount(tokens_N, minlength=vocab_size) + 1.0
         self.unigram_V = unigram_V / unigram_V.sum()
         seen_V = np.maximum(counts_VV.sum(axis=1), 1)[:, None]
-        # A context never seen has no counts and gives all its mass to the unigram.
+        # an unseen context has no counts, so all its probability is that of the unigram
         discounted_VV = np.maximum(counts_VV - DISCOUNT, 0) / seen_V
         self.bigram_VV = discounted_VV + (1 - discounted_VV.sum(axis=1, keepdims=True)) * self.unigram_V
 
     def losses(self, windows_BS: np.ndarray) -> tuple[float, float]:
-        """Mean loss in nats of the tokens after each window's first: unigram, bigram."""
+        """Return the mean losses in nats of unigram and bigram, without the first token of each window."""
         previous, following = windows_BS[:, :-1], windows_BS[:, 1:]
         return (
             float(-np.log(self.unigram_V[following]).mean()),
@@ -48,7 +48,7 @@ class CountModels:
 
 @torch.no_grad()
 def model_loss(model: PreTrainedModel, windows_BS: np.ndarray, chosen_LE: torch.Tensor) -> float:
-    """Mean next-token loss in nats inside the windows. Adds each layer's expert choices to `chosen_LE`."""
+    """Return the mean next-token loss in nats inside the windows; add the counts of picked experts to `chosen_LE`."""
     total, count = 0.0, 0
     for tokens in torch.from_numpy(windows_BS.astype(np.int64)).to(model.device).split(BATCH_WINDOWS):
         output = model(tokens, use_cache=False, output_router_logits=True)
@@ -62,7 +62,7 @@ def model_loss(model: PreTrainedModel, windows_BS: np.ndarray, chosen_LE: torch.
 
 
 def windows(tokens_N: np.ndarray) -> np.ndarray:
-    """Evenly spread windows [at most MAX_WINDOWS_PER_KIND, WINDOW] of a token stream."""
+    """Return evenly spread windows [at most MAX_WINDOWS_PER_KIND, WINDOW] of a sequence of tokens."""
     grid = tokens_N[: len(tokens_N) // WINDOW * WINDOW].reshape(-1, WINDOW)
     picked = np.linspace(0, len(grid) - 1, min(len(grid), MAX_WINDOWS_PER_KIND)).round().astype(int)
     return grid[picked]
@@ -70,7 +70,7 @@ def windows(tokens_N: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="working folder that holds tokens.npz")
+    parser.add_argument("--work", type=Path, required=True, help="working folder with tokens.npz")
     parser.add_argument("--model", type=Path, default=HERE / "mini_moe")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()

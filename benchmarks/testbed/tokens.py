@@ -1,9 +1,9 @@
-"""Trains the tokenizer of the mini-MoE and turns the documents of `corpus.py` into token arrays.
+"""Trains the tokenizer of the mini-MoE and encodes the documents of `corpus.py`.
 
     python tokens.py --work build/testbed
 
-Writes `tokenizer/` and `tokens.npz` into the working folder: all that training needs, about 0.9 bytes a token, so that
-it can happen on a host without Debian packages or a network.
+Writes `tokenizer/` and `tokens.npz` (about 0.9 bytes per token) into the working folder. Training needs only these
+files, so it can run on a host without network or Debian packages.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ENCODE_BATCH = 256
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """Byte-level BPE: any text is representable, no unknown token; id 0 ends a document."""
+    """Train byte-level BPE, which needs no unknown token; id 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the files that `AutoTokenizer.from_pretrained` reads, here and in serving engines."""
+    """Write the files that `AutoTokenizer.from_pretrained` reads."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_DOCUMENT,
@@ -50,7 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         model_max_length=CONTEXT_LENGTH,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
-    # transformers 4 and 5 name the generic class differently; both know this name.
+    # transformers 4 and 5 write different names of the generic class; both accept this one
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -58,7 +58,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """One uint16 array of all texts in order, each closed by the end-of-document id."""
+    """Encode all texts in order into one uint16 array, each followed by the end-of-document id."""
     pieces = []
     for start in range(0, len(texts), ENCODE_BATCH):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + ENCODE_BATCH]):
@@ -68,8 +68,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="working folder that holds documents.jsonl")
-    parser.add_argument("--seed", type=int, default=0, help="order of the training documents")
+    parser.add_argument("--work", type=Path, required=True, help="working folder with documents.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of training documents")
     arguments = parser.parse_args()
 
     train: list[str] = []

@@ -2,9 +2,9 @@
 
     python train.py --work build/testbed
 
-One script for a GPU (minutes) and a CPU (days; lower `--epochs` or `--max-minutes`). The learning rate follows the
-further advanced of two clocks, tokens seen and time used, so a run that meets `--max-minutes` has still finished its
-schedule. Writes the model, its tokenizer, `loss_curve.jsonl` and `training.json`.
+Takes minutes on a GPU and days on a CPU, unless `--epochs` or `--max-minutes` is lowered. The progress of the learning
+rate schedule is the larger of two fractions, of tokens and of time, so that a run which `--max-minutes` ends has
+completed its schedule. Writes the model, its tokenizer, `loss_curve.jsonl` and `training.json`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SECONDS_PER_MINUTE = 60
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What decides the result of a run, beside the data and the hardware. Lengths and sizes count tokens."""
+    """Hyperparameters of a run; `window` is in tokens, `batch_windows` in windows."""
 
     seed: int = 0
     epochs: float = 16.0
@@ -49,7 +49,7 @@ class Hyperparameters:
 
 
 def model_config(router_aux_loss_coef: float) -> Qwen3MoeConfig:
-    """The fixed architecture: every layer a mixture, expert width six blocks of 64."""
+    """Return the architecture: each layer is an MoE layer, experts have six blocks of 64 channels."""
     return Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -76,7 +76,7 @@ def model_config(router_aux_loss_coef: float) -> Qwen3MoeConfig:
 class MasterWeights:
     """Float32 copies of a model's parameters, which the optimizer updates; the model computes in `dtype`.
 
-    Grouped matrix products take no part in autocast, so the model itself is held in the computing precision.
+    Autocast does not support grouped matrix products, so the model's parameters are stored in `dtype`.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
@@ -86,7 +86,7 @@ class MasterWeights:
             parameter.data = parameter.data.to(dtype)
 
     def groups(self, weight_decay: float) -> list[dict]:
-        """Matrices decay, norm gains do not."""
+        """Return parameter groups with weight decay for matrices and without it for norms."""
         matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         gains = [parameter for parameter in self.parameters if parameter.ndim <= 1]
         return [{"params": matrices, "weight_decay": weight_decay}, {"params": gains, "weight_decay": 0.0}]
@@ -102,9 +102,9 @@ class MasterWeights:
 
 
 def balance_loss(router_logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Load-balancing loss of one layer (Switch Transformer, equations 4 to 6, for top-k): `top_k` at perfect balance.
+    """Load-balancing loss of one layer (Switch Transformer, equations 4 to 6, for top-k); `top_k` if balanced.
 
-    Taken per layer, not over all layers together, so that no layer may leave an expert unused.
+    It is computed per layer and not over all layers together, so that every layer uses all of its experts.
     """
     experts = router_logits_TE.shape[-1]
     probabilities_TE = router_logits_TE.float().softmax(dim=-1)
@@ -123,7 +123,7 @@ def losses(model: PreTrainedModel, tokens_BS: torch.Tensor) -> tuple[torch.Tenso
 
 
 def batches(tokens_N: torch.Tensor, window: int, batch_windows: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless int64 batches [batch_windows, window]: each epoch shifts the window grid and shuffles the windows."""
+    """Yield int64 batches [batch_windows, window] without end; each epoch shifts the windows and shuffles them."""
     generator = torch.Generator().manual_seed(seed)
     within_S = torch.arange(window, device=tokens_N.device)
     while True:
@@ -135,7 +135,7 @@ def batches(tokens_N: torch.Tensor, window: int, batch_windows: int, seed: int) 
 
 
 def learning_rate_share(progress: float, warmup_share: float, final_share: float) -> float:
-    """Share of the peak rate at a progress of 0 to 1: linear warm-up, then a cosine down to `final_share`."""
+    """Return the learning rate relative to its peak at a progress of 0 to 1: linear warm-up, then a cosine."""
     if progress < warmup_share:
         return progress / warmup_share
     cosine = 0.5 * (1 + math.cos(math.pi * (progress - warmup_share) / (1 - warmup_share)))
@@ -143,7 +143,7 @@ def learning_rate_share(progress: float, warmup_share: float, final_share: float
 
 
 def leading_windows(tokens_N: np.ndarray, window: int) -> np.ndarray:
-    """The first int64 windows [at most VALIDATION_WINDOWS_PER_KIND, window] of a token array."""
+    """Return the first int64 windows [at most VALIDATION_WINDOWS_PER_KIND, window] of a token array."""
     count = min(VALIDATION_WINDOWS_PER_KIND, len(tokens_N) // window)
     return tokens_N[: count * window].reshape(count, window).astype(np.int64)
 
@@ -170,7 +170,7 @@ def train(
     max_seconds: float,
     curve_file: Path,
 ) -> dict:
-    """Trains in place and returns what the run took. Stops when tokens or time are used up."""
+    """Train the model in place until the number of tokens or the time is reached; return steps, tokens and time."""
     device = model.device
     masters = MasterWeights(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
     optimizer = torch.optim.AdamW(
@@ -231,7 +231,7 @@ def train(
 
 
 def save(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
-    """Writes bfloat16 weights under the published per-expert names, the generation defaults and the tokenizer."""
+    """Write the weights in bfloat16 with one tensor per projection of each expert, and the tokenizer."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
@@ -245,7 +245,7 @@ def save(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
 def main() -> None:
     defaults = Hyperparameters()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="working folder that holds tokens.npz and tokenizer/")
+    parser.add_argument("--work", type=Path, required=True, help="working folder with tokens.npz and tokenizer/")
     parser.add_argument("--out", type=Path, default=HERE / "mini_moe", help="folder for the model and its records")
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument("--max-minutes", type=float, default=math.inf)

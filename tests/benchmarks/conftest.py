@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer and text, and a bench on it."""
+"""A tiny model with a tokenizer and texts, and a bench for it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LAYERS, CHANNELS = 2, 192
 
 
 def words(count: int, seed: int) -> str:
-    """Text of which the tiny tokenizer makes one token a word."""
-    # the names of its two special tokens would be found inside those of others
+    """Text in which each word is one token of the tiny tokenizer."""
+    # without low numbers, because the names of the special tokens, w0 and w1, would be found in longer ones like w12
     ids = torch.randint(200, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
     return " ".join(f"w{number}" for number in ids.tolist())
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-MoE: 2 layers of 8 experts with 192 channels, top-2, hidden size 128; text beside it."""
+    """Qwen3-MoE with texts: 2 layers of 8 experts with 192 channels, top-2, hidden size 128."""
     path = tmp_path_factory.mktemp("tiny") / "qwen3_moe"
     save_model(path, num_hidden_layers=LAYERS, moe_intermediate_size=CHANNELS, max_position_embeddings=512)
     add_tokenizer(path)
@@ -41,7 +41,7 @@ def calibration() -> Windows:
 
 @pytest.fixture(scope="session")
 def bench(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """In bfloat16, the dtype that checkpoints are counted in."""
+    """A bench in bfloat16, the dtype in which bytes of checkpoints are counted."""
     evaluation = {"random": Windows(torch.randint(2, VOCAB, (1, 512)), "random")}
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     folder = tmp_path_factory.mktemp("scores")

@@ -1,4 +1,4 @@
-"""Rows come from the real product: what is measured in memory is what a checkpoint would be."""
+"""Bytes and losses of compressed models in memory are those of their saved checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def payload(checkpoint: Path) -> int:
     total = 0
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            total += sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118 - no mapping
+            total += sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118 - not a mapping
     return total
 
 
@@ -48,7 +48,7 @@ def test_counted_bytes_are_those_of_the_saved_checkpoint(
     assert counted == payload(tmp_path)
 
 
-def test_ideal_sparse_bytes_count_what_is_left_and_a_mask(bench: Bench, calibration: Windows):
+def test_ideal_sparse_bytes_count_nonzero_weights_and_a_mask(bench: Bench, calibration: Windows):
     model = bench.compress(setting("Wanda", 0.5, 16), calibration)
     experts = 2 * 8 * 3 * 128 * 192
     dense = checkpoint_bytes(model)
@@ -82,7 +82,7 @@ def opened(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=quantization)
 
 
-def test_scores_are_measured_once_for_all_importances_of_their_kind(bench: Bench, calibration: Windows):
+def test_one_score_file_serves_all_importances_of_a_kind(bench: Bench, calibration: Windows):
     recipes = [METHODS[name](0.25) for name in ("paper inside layers", "inside layers, exact ALA", "uniform width")]
     files = {bench.score_file(Setting("test", "", "", 0.25, recipe), calibration) for recipe in recipes}
     assert len(files) == 1
@@ -96,7 +96,7 @@ def test_scores_are_measured_once_for_all_importances_of_their_kind(bench: Bench
     assert load_scores(noisy)[0].layer_loss_L is not None
 
 
-def test_pristine_model_stays_as_it_was(bench: Bench, calibration: Windows):
+def test_pristine_model_is_not_changed(bench: Bench, calibration: Windows):
     before = {name: tensor.clone() for name, tensor in bench.pristine.state_dict().items()}
     for method in ("recommended", "REAP", "Wanda", "least used experts of the model"):
         bench.measure(setting(method, 0.25, 4), calibration, seed=0)

@@ -1,4 +1,4 @@
-"""Commands as results quote them."""
+"""Commands that are stored in results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.commands import portable
 
 
-def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_outside_of_the_working_directory_have_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--calibration", "c4=/data/c4.txt@100", "x=../y/x.txt", "--model", "m=models/mini", "--windows", "3"]
     expected = "--calibration c4=c4.txt@100 x=x.txt --model m=models/mini --windows 3"
@@ -24,5 +24,5 @@ def test_files_from_elsewhere_are_named_without_their_place(tmp_path: Path, monk
         ([], ""),
     ],
 )
-def test_what_changes_no_figure_is_left_out(arguments: list[str], kept: str):
+def test_options_that_change_no_figure_are_left_out(arguments: list[str], kept: str):
     assert portable("benchmarks.m", arguments, {"--share", "--results"}) == f"python -m benchmarks.m{kept}"

@@ -44,7 +44,7 @@ ROW = Row(
 
 
 @given(st.integers(1, 128), st.integers(1, 200), st.integers())
-def test_widths_are_whole_blocks_of_the_stated_mean(blocks: int, experts: int, seed: int):
+def test_widths_are_multiples_of_a_block_with_the_given_mean(blocks: int, experts: int, seed: int):
     shape = Shape("any", 128, 128 * blocks, experts, 1)
     widths = random_widths(shape, seed)
     assert len(widths) == experts
@@ -106,7 +106,7 @@ def test_inputs_have_the_dtypes_that_both_layers_take():
     assert all(len(set(ids)) == 2 for ids in call.topk_ids_TK.tolist())
 
 
-def test_results_are_written_between_their_markers(tmp_path: Path):
+def test_results_are_written_between_markers(tmp_path: Path):
     file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
     append_row(file, ROW)
     render.write_results([file], page)

@@ -1,4 +1,4 @@
-"""The NF4 benchmark: what is counted of experts, and what a whole run writes of it."""
+"""The NF4 benchmark: bytes and padding of experts, and the record of a complete run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HIDDEN = 128
 
 @pytest.fixture(autouse=True)
 def _eager():
-    """On a CPU bitsandbytes compiles for every odd width, which takes seconds each."""
+    """Prevent compilation: on a CPU, bitsandbytes compiles for every odd width, which takes seconds each time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.fixture(scope="module")
 def checkpoints(bench: Bench, calibration: Windows, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quarter pruned by the paper's recipe: exact widths, and blocks of 64 in 16 and 4 bits."""
+    """A quarter of the channels removed by the paper's recipe: exact widths, and blocks of 64 in 16 and 4 bits."""
     directory = tmp_path_factory.mktemp("nf4")
     for variant in (Variant("paper", "exact", "NF4"), Variant("paper", "64", "NF4"), Variant("paper", "64", "W4A16")):
         recipe = PRUNINGS[variant.method, variant.widths](0.25)
@@ -41,15 +41,15 @@ def opened(checkpoints: Path, widths: str, weights: str):
 
 
 def numbers(model) -> int:
-    linears = (linear for block in find_moe_layers(model) for linear in expert_linears(block))
+    linears = (linear for layer in find_moe_layers(model) for linear in expert_linears(layer))
     return sum(linear.in_features * linear.out_features for linear in linears)
 
 
 def test_bytes_of_experts(checkpoints):
-    """16 bit, as stored and as held; NF4 with its scales and tables; W4A16 packed, and decompressed again."""
-    whole, packed = opened(checkpoints, "64", "16 bit"), opened(checkpoints, "64", "NF4")
-    count, linears = numbers(whole), sum(len(expert_linears(block)) for block in find_moe_layers(whole))
-    assert stored_expert_bytes(checkpoints / "paper-64-16") == held_expert_bytes(whole) == 2 * count
+    """Bytes in files and in memory: of 16 bit, of NF4 with scales and tables, and of W4A16."""
+    plain, packed = opened(checkpoints, "64", "16 bit"), opened(checkpoints, "64", "NF4")
+    count, linears = numbers(plain), sum(len(expert_linears(layer)) for layer in find_moe_layers(plain))
+    assert stored_expert_bytes(checkpoints / "paper-64-16") == held_expert_bytes(plain) == 2 * count
     table_bytes = 16 * 4
     assert held_expert_bytes(packed) == count * (0.5 + 4 / 64) + linears * table_bytes
     shape_bytes = 2 * 8
@@ -63,7 +63,7 @@ def test_padding(checkpoints):
     aligned, exact = (padding(opened(checkpoints, widths, "NF4")) for widths in ("64", "exact"))
     assert (aligned["held"], aligned["by_rows"], aligned["by_channels"], aligned["aligned"]) == (0, 0, 0, 1)
     model = opened(checkpoints, "exact", "NF4")
-    widths = [width for block in find_moe_layers(model) for width in block.widths if width]
+    widths = [width for layer in find_moe_layers(model) for width in layer.widths if width]
     missing = sum(-width % 64 for width in widths)
     assert missing > 0
     assert exact["held"] == 0
@@ -73,7 +73,7 @@ def test_padding(checkpoints):
     assert exact["aligned"] == sum(width % 64 == 0 for width in widths) / len(widths)
 
 
-def test_a_whole_run(model_path, tmp_path, monkeypatch, capsys):
+def test_complete_run(model_path, tmp_path, monkeypatch, capsys):
     chosen = [
         Variant("unpruned", "all", "16 bit"),
         Variant("unpruned", "all", "NF4"),
@@ -87,12 +87,12 @@ def test_a_whole_run(model_path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "nf4.json")])
     nf4.main()
     (record,) = json.loads((tmp_path / "nf4.json").read_text())
-    whole, rounded, pruned, packed = record["rows"]
-    assert whole["losses"]["held"] != rounded["losses"]["held"]
-    assert rounded["channels"] == whole["channels"] > pruned["channels"] >= packed["channels"]
-    assert rounded["held_expert_bytes"] < whole["held_expert_bytes"] == whole["stored_expert_bytes"]
+    unpruned, rounded, pruned, packed = record["rows"]
+    assert unpruned["losses"]["held"] != rounded["losses"]["held"]
+    assert rounded["channels"] == unpruned["channels"] > pruned["channels"] >= packed["channels"]
+    assert rounded["held_expert_bytes"] < unpruned["held_expert_bytes"] == unpruned["stored_expert_bytes"]
     assert packed["stored_expert_bytes"] < packed["held_expert_bytes"]
-    assert whole["tokens_per_second"]["forward_ratio"] == whole["tokens_per_second"]["decode_ratio"] == 1
+    assert unpruned["tokens_per_second"]["forward_ratio"] == unpruned["tokens_per_second"]["decode_ratio"] == 1
     assert all(speed > 0 for row in record["rows"] for speed in row["tokens_per_second"].values())
     text = section(record)
     assert text in capsys.readouterr().out

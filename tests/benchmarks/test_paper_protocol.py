@@ -1,4 +1,4 @@
-"""The paper's protocol: commands that the script takes, and one row for real."""
+"""The paper's protocol: its commands are valid, and one row is measured on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALIBRATION = ("--calibration", "c4=c4.txt", "gsm8k=gsm8k.txt", "code=code.txt")
 
 
 def printed(capsys, *arguments):
-    """The commands of a dry run, each parsed as the script parses them."""
+    """Parse the commands of a dry run with the parser of ``moe-coverage``."""
     assert paper_protocol.main([*map(str, arguments), "--dry-run"]) == 0
     script = build_parser(dict.fromkeys(("oneshot", "finetune", "plan", "inspect", "eval", "pareto")))
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
@@ -52,7 +52,7 @@ def test_calibration_on_the_domain(capsys, tmp_path):
     assert oneshot.data == ["c4.txt", "gsm8k.txt", "code.txt"]
 
 
-def test_what_is_missing(tmp_path):
+def test_missing_texts_and_unknown_models_are_errors(tmp_path):
     with pytest.raises(SystemExit, match="needs text to calibrate on for piqa: add --calibration NAME=FILE"):
         paper_protocol.main(["--work", str(tmp_path), "--task", "piqa", "--dry-run"])
     texts = ["--calibration", "c4=c4.txt", "--matched", "--task", "humaneval"]
@@ -62,8 +62,8 @@ def test_what_is_missing(tmp_path):
         paper_protocol.main(["--work", str(tmp_path), "--model", "qwen9", "--dry-run"])
 
 
-def test_a_row_for_real(model_path, tmp_path, capsys, monkeypatch):
-    """A tiny model pruned and measured; the second time nothing is pruned or measured again."""
+def test_a_row_of_a_tiny_model(model_path, tmp_path, capsys, monkeypatch):
+    """A row is pruned and measured; when it is run again, neither is repeated."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "text.txt").write_text(" ".join(f"w{200 + i * i % 300}" for i in range(400)))
     row = {"question": "w205 w217", "choices": ["w241 w299", "w307"], "answer": 1}

@@ -1,4 +1,4 @@
-"""The README's picture comes from the rows that lie in the repository."""
+"""The README's picture is drawn from the rows in the repository."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from PIL import Image
 from benchmarks import pareto
 
 
-def test_draws_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_picture_has_the_size_of_the_stored_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pareto, "PICTURE", tmp_path / "picture.png")
     pareto.main()
     with (
         Image.open(tmp_path / "picture.png") as found,
-        Image.open(Path(pareto.__file__).with_name("pareto.png")) as kept,
+        Image.open(Path(pareto.__file__).with_name("pareto.png")) as stored,
     ):
-        assert found.size == kept.size
+        assert found.size == stored.size

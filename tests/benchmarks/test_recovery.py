@@ -1,4 +1,4 @@
-"""The recovery benchmark: how many steps fit, what share came back, and what is written of it."""
+"""The recovery benchmark: the recovered share, options, and the record of a complete run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from moe_coverage_plugin.manifest import CoverageError
 LOSSES = {"unpruned": {"a": 2.0, "b": 3.0}, "pruned": {"a": 2.5, "b": 3.5}, "recovered": {"a": 2.1, "b": 3.3}}
 
 
-def test_the_share_is_that_of_the_mean_rise():
+def test_recovered_share_is_of_the_mean_over_texts():
     assert recovered_share(LOSSES) == pytest.approx(0.6)
     assert recovered_share(LOSSES | {"recovered": LOSSES["pruned"]}) == 0
 
 
-def test_options_of_the_benchmark_itself_are_refused():
+def test_unknown_options_and_those_that_the_benchmark_sets_are_errors():
     with pytest.raises(CoverageError, match="option steps is set by the benchmark"):
         run_options(Namespace(seed=0, option={"steps": 3}), 8)
     with pytest.raises(CoverageError, match="batchsize"):
         run_options(Namespace(seed=0, option={"batchsize": 3}), 8)
 
 
-def test_the_whole_command(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From a model to a line of the result file, twice through the text although there is time for more."""
+def test_complete_run(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The run writes a record; ``--epochs 2`` limits the steps, although the time would allow more."""
     output = tmp_path / "recovery.json"
     command = f"""recovery --model tiny={model_path} --train text={model_path}/calibration.txt
         --evaluation held={model_path}/heldout.txt --windows 1 --calibration-windows 2 --block-size 32

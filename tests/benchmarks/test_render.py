@@ -1,4 +1,4 @@
-"""Tables from rows."""
+"""Tables of rows in RESULTS.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SWEEP = [
 
 
 def cells(text: str) -> list[list[str]]:
-    """Cells of all lines of tables."""
+    """Cells of all table rows in a text."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
@@ -68,20 +68,20 @@ def test_repeated_rows_show_mean_and_deviation():
 
 
 def test_baselines_are_compared_with_the_curve_at_their_bytes():
-    # the straight line from 16 MB, 2.1 to 8 MB, 3.1 is at 2.6 where REAP has 12 MB and 2.5
+    # REAP has loss 2.5 at 12 MB; linear interpolation between 2.1 at 16 MB and 3.1 at 8 MB is 2.6 there
     assert lost_to_same_bits(SWEEP, "recommended") == ["REAP 50 % x 16 bits (12.00 MB): 2.5000 against 2.6000"]
     ours = ["recommended 25 % x 16 bits (16.00 MB), 2.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     theirs = ["recommended 75 % x 16 bits (8.00 MB), 3.1000: unpruned x 4 bits (6.00 MB), 2.0500"]
     assert lost_to_other_bits(SWEEP, "recommended") == ours + theirs
 
 
-def test_sweep_says_where_the_recommended_recipe_loses():
+def test_sweep_lists_baselines_better_than_the_recommended_recipe():
     text = section([BASE, *SWEEP])
     assert "- REAP 50 % x 16 bits (12.00 MB): 2.5000 against 2.6000" in text
     assert ["REAP", "+0.2000 (16.00)", "+0.5000 (12.00)", ""] in cells(text)
 
 
-def test_what_stands_around_the_tables_stays(tmp_path: Path):
+def test_text_around_the_tables_is_unchanged(tmp_path: Path):
     results, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
     append_row(results, BASE)
     write_results([results], page)
@@ -94,9 +94,9 @@ def test_what_stands_around_the_tables_stays(tmp_path: Path):
     assert page.read_text() == once
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path):
+def test_rows_that_cannot_be_compared_are_errors(tmp_path: Path):
     page = tmp_path / "RESULTS.md"
-    with pytest.raises(CoverageError, match="hold no rows"):
+    with pytest.raises(CoverageError, match="no rows, measure first"):
         write_results([tmp_path / "none.jsonl"], page)
     with pytest.raises(CoverageError, match="several evaluation texts"):
         section([BASE, replace(BASE, evaluation_sha256="other")])

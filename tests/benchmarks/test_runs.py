@@ -1,4 +1,4 @@
-"""Whole runs: rows are kept, not measured twice, and refusals are rows."""
+"""Runs of the comparison: rows are stored and not measured twice, and errors are stored as rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.allocation.render import write_results
 from benchmarks.allocation.text import Source, Windows
 from moe_coverage_plugin.report.pareto import read_results
 
-TOPK_ROWS = 7 + 7 * 2  # the unpruned model once, the recommended one for each seed
+TOPK_ROWS = 7 + 7 * 2  # the unpruned model is measured once, the pruned model with each seed
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def plan(model_path: Path) -> runs.Plan:
     )
 
 
-def test_a_run_goes_on_where_it_was_stopped(plan: runs.Plan, tmp_path: Path):
+def test_an_interrupted_run_is_continued(plan: runs.Plan, tmp_path: Path):
     results = tmp_path / "out" / "rows.jsonl"
     runs.run(plan, torch.device("cpu"), results)
     complete = results.read_text().splitlines()
@@ -46,13 +46,13 @@ def test_a_run_goes_on_where_it_was_stopped(plan: runs.Plan, tmp_path: Path):
     assert losses["unpruned: 1", 0.0] != losses["unpruned", 0.0]
     assert {row.removed for row in found if row.method == "recommended"} == {0.25}
 
-    # stopped within its last row
+    # interrupted while the last row was written
     results.write_text("\n".join(complete[:-1]) + "\n" + complete[-1][:40])
     runs.run(plan, torch.device("cpu"), results)
     again = results.read_text().splitlines()
     assert again[:-1] == complete[:-1]
     assert json.loads(again[-1])["loss"] == json.loads(complete[-1])["loss"]
-    # other calibration windows are other rows
+    # another seed draws other calibration windows, so it is another row
     runs.run(replace(plan, tables="^$", seeds=[2]), torch.device("cpu"), results)
     assert len(results.read_text().splitlines()) == TOPK_ROWS + 2
 
@@ -62,27 +62,27 @@ def test_a_run_goes_on_where_it_was_stopped(plan: runs.Plan, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("paper: a=128 l-r-c", "block size 128 does not divide the 192 channels of an expert"),
         ("recommended: a=256 blocks", "block size 256 does not divide the 192 channels of an expert"),
     ],
 )
-def test_a_refused_plan_is_a_row_in_the_words_of_the_refusal(
-    bench: Bench, calibration: Windows, plan: runs.Plan, tmp_path: Path, name: str, words: str
+def test_an_error_is_stored_as_a_row(
+    bench: Bench, calibration: Windows, plan: runs.Plan, tmp_path: Path, name: str, message: str
 ):
     jobs = runs.plan_jobs(replace(plan, tables="^alignment$"), {"calibration": calibration.ids_WS}, common(plan))
     row = runs.measured_row(bench, next(job for job in jobs if job.setting.name == name))
     assert row.loss is None
     assert row.refusal is not None
-    assert words in row.refusal
+    assert message in row.refusal
     rows.append_row(tmp_path / "rows.jsonl", row)
     assert rows.resume(tmp_path / "rows.jsonl") == [row]
     assert not (tmp_path / "rows.jsonl").exists()
 
 
 def common(plan: runs.Plan) -> dict[str, Any]:
-    """What all rows of a run say."""
+    """Fields that all rows of a run share."""
     same = dict.fromkeys(("evaluation", "evaluation_sha256", "command", "device"), "")
     return {"model": plan.name, "dtype": plan.dtype, "versions": {}} | same
 
@@ -98,10 +98,10 @@ def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
     assert unpruned.seed == 0
 
 
-def test_shares_are_all_rows_once(plan: runs.Plan):
+def test_each_row_is_in_exactly_one_share(plan: runs.Plan):
     pools = {name: torch.arange(20 * 512).reshape(20, 512) for name in ("c4", "wiki")}
     jobs = runs.plan_jobs(replace(plan, tables="^corpora$"), pools, common(plan))
     shares = [runs.share_of(jobs, *parse_share(f"{number}/4")) for number in (1, 2, 3, 4)]
     assert sorted(job.label for share in shares for job in share) == sorted(job.label for job in jobs)
-    # two corpora by two seeds, and the unpruned row
+    # there are four sets of calibration windows (two corpora, two seeds), and the unpruned row
     assert max(len({(job.setting.corpus, job.seed) for job in share}) for share in shares) <= 2

@@ -1,4 +1,4 @@
-"""The page of the end-to-end benchmark; its run is tested where vLLM is."""
+"""The tables of the serving benchmark; its run is tested in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RECORD = {
 }
 
 
-def test_figures_stand_beside_their_ratios():
+def test_figures_and_ratios_are_rendered():
     text = section(RECORD)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "| weights bytes | 16,000,000,000 | 12,000,000,000 |" in lines
     assert "| decode tokens/s, batch 64 | 7,500 | 9,000 |" in lines
-    assert "| experts that 64 tokens meet in a layer | 126.0 (125.9 if all were equally likely) | |" in lines
+    assert "| different experts of 64 tokens in a layer | 126.0 (125.9 if all were equally likely) | |" in lines
     assert "| weights bytes | 0.750 |" in lines
     assert "| decode tokens/s, batch 64 | 1.200 |" in lines
     assert "- Seed: 3." in lines

@@ -1,4 +1,4 @@
-"""The tables hold what was asked for, and every recipe is one that the modifiers take."""
+"""The recipes of all tables are valid: the modifiers accept their fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(key: str) -> list[Setting]:
 
 
 @pytest.mark.parametrize("key", list(TITLES))
-def test_recipes_hold_fields_of_the_modifiers(key: str):
+def test_modifiers_accept_the_fields_of_recipes(key: str):
     for row in table(key):
         for name, fields in (row.recipe.modifiers | quantizer(row.bits)).items():
             modifier = TOOLKIT.get(name) or getattr(moe_coverage_plugin, name)

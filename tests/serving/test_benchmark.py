@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.serving.__main__ import error_words
+from benchmarks.serving.__main__ import last_error
 from benchmarks.serving.checkpoints import BLOCKS, FULL, SMALL, VARIANTS, random_widths, write_checkpoint
 from benchmarks.serving.parameters import NIBBLE_DEVIATION, fill_at_random, fill_packed, parameter_bytes
 from benchmarks.serving.ratios import ratios, table
@@ -74,7 +74,7 @@ def test_attention_is_quantized_alike(tmp_path: Path) -> None:
     [(True, ["CompressedTensorsWNA16MoEMethod"]), (False, ["RaggedExpertsMethod"]), (True, [])],
 )
 def test_experts_of_another_method_stop_the_benchmark(ragged: bool, found: list[str]) -> None:
-    with pytest.raises(CoverageError, match="install this package where vLLM finds its entry point"):
+    with pytest.raises(CoverageError, match="install this package into vLLM's environment"):
         check_method(ragged, found)
     check_method(True, ["RaggedExpertsMethod"])
 
@@ -155,13 +155,13 @@ def test_ratios_are_ours_over_stock_of_what_ran() -> None:
     assert lines[-1] == "stock16: OutOfMemoryError: no room"
 
 
-def test_words_of_an_error_are_those_of_its_cause() -> None:
+def test_last_error_of_a_log_is_its_cause() -> None:
     log = (
         "INFO started\n(EngineCore pid=7) ERROR 01-01 [core.py:1] NotImplementedError: No backend.\n"
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     )
-    assert error_words(log) == "NotImplementedError: No backend."
-    assert error_words("Killed") is None
+    assert last_error(log) == "NotImplementedError: No backend."
+    assert last_error("Killed") is None
 
 
 @pytest.mark.engine
