@@ -1,4 +1,4 @@
-"""What observation must find, computed from a plain forward pass of the stock model with loops of its own."""
+"""Reference for observation: scores from a plain forward pass of the stock model and loops over tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FIELDS = ("channels_LEI", "first_order_LE", "second_order_LE", "tokens_LE", "rou
 
 
 def save_float64(directory: Path, family: str, **config: Any) -> Path:
-    """A model of two layers in float64, where sums in another order agree to twelve digits."""
+    """Save a model of two layers in float64, so that the order of sums changes results by at most 1e-12."""
     shape = {"num_hidden_layers": LAYERS, "moe_intermediate_size": CHANNELS}
     return save_model(directory, family, torch.float64, **shape | config)
 
 
 def open_stock(source: Path, linear: bool = False) -> PreTrainedModel:
-    """The model as transformers opens it; ``linear``: with its experts as ``oneshot`` prepares them."""
+    """Open the model with transformers; with ``linear``, replace experts by linear layers as ``oneshot`` does."""
     model = AutoModelForCausalLM.from_pretrained(source, experts_implementation="eager")
     if linear:
         linearize_moe(model)
@@ -37,7 +37,7 @@ def open_stock(source: Path, linear: bool = False) -> PreTrainedModel:
 
 
 def observe(source: Path, dataset: Any = None, attribution: dict[str, Any] | None = None, **run: Any):
-    """Scores of a real ``oneshot`` that only observes."""
+    """Scores of a ``oneshot`` run that only observes."""
     modifier = AttributionModifier(**{"channel_metric": "activation"} | (attribution or {}))
     dataset = token_batches(samples=6, length=20) if dataset is None else dataset
     oneshot(model=str(source), dataset=dataset, recipe=[modifier], **{"shuffle_calibration_samples": False} | run)
@@ -45,19 +45,19 @@ def observe(source: Path, dataset: Any = None, attribution: dict[str, Any] | Non
 
 
 def padded_with_prompts(labelled: bool) -> Dataset:
-    """Samples with padding on the right; where asked, with labels that mask the first tokens of each."""
+    """Samples with padding on the right, and if ``labelled``, with labels that mask the first tokens of each."""
     dataset = token_batches(samples=4, length=20, padded=True)
     if not labelled:
         return dataset
     labels = []
     for number, sample in enumerate(dataset):
         pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
-        labels.append([token if mask and place > number else -100 for place, (token, mask) in enumerate(pairs)])
+        labels.append([token if mask and index > number else -100 for index, (token, mask) in enumerate(pairs)])
     return dataset.add_column("labels", labels)
 
 
 def rows(dataset: Dataset) -> list[dict[str, Tensor]]:
-    """The samples of a data set as batches of one."""
+    """The samples of a data set as batches of one sample."""
     return [{key: torch.tensor([sample[key]]) for key in ("input_ids", "attention_mask")} for sample in dataset]
 
 
@@ -77,25 +77,24 @@ def batches_of(dataset: Dataset, size: int) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def statistics(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of one batch over its real tokens, token by token: squares of channels and inputs, tokens, gates, and both
-    attributions.
+    """Sums over the real tokens of a batch: squares of channels and inputs, tokens, routing weights, and importances.
 
-    The second order is an ablation: the block runs again with the weights of one expert's ``down`` set to zero.
+    For the second order, the layer runs again with the weights of one expert's down projection set to zero.
     """
     captured: list[dict[str, Tensor]] = [{} for _ in range(LAYERS)]
     handles = []
-    for layer, decoder in enumerate(model.model.layers):
-        seen = captured[layer]
+    for index, decoder in enumerate(model.model.layers):
+        seen = captured[index]
 
-        def on_block(_m, args, output, seen=seen):
-            seen["block_input"] = args[0]
+        def on_layer(_m, args, output, seen=seen):
+            seen["layer_input"] = args[0]
             seen["y"] = (output[0] if isinstance(output, tuple) else output).reshape(-1, HIDDEN)
 
         def on_experts(_m, args, seen=seen):
-            seen["x"], seen["ids"], seen["gates"] = args[0].reshape(-1, HIDDEN), args[1], args[2].double()
+            seen["x"], seen["ids"], seen["routing_weights"] = args[0].reshape(-1, HIDDEN), args[1], args[2].double()
 
         handles += [
-            decoder.mlp.register_forward_hook(on_block),
+            decoder.mlp.register_forward_hook(on_layer),
             decoder.mlp.experts.register_forward_pre_hook(on_experts),
         ]
     model(**batch)
@@ -110,35 +109,35 @@ def statistics(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Te
         "tokens_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.int64),
         "routing_weight_sum_LE": torch.zeros(LAYERS, EXPERTS, dtype=torch.float64),
     }
-    for layer, seen in enumerate(captured):
-        block = model.model.layers[layer].mlp
-        for token, counts in enumerate(real):
-            if not counts:
+    for index, seen in enumerate(captured):
+        layer = model.model.layers[index].mlp
+        for token, is_real in enumerate(real):
+            if not is_real:
                 continue
             x_H, y_H = seen["x"][token], seen["y"][token]
             for slot in range(TOP_K):
-                expert, gate = int(seen["ids"][token, slot]), seen["gates"][token, slot]
-                gate_up = block.experts.gate_up_proj[expert] @ x_H
+                expert, routing_weight = int(seen["ids"][token, slot]), seen["routing_weights"][token, slot]
+                gate_up = layer.experts.gate_up_proj[expert] @ x_H
                 activation_I = silu(gate_up[:CHANNELS]) * gate_up[CHANNELS:]
-                z_H = block.experts.down_proj[expert] @ activation_I
-                sums["squares_LEI"][layer, expert] += activation_I**2
-                sums["inputs_LEH"][layer, expert] += x_H**2
-                sums["first_order_LE"][layer, expert] += gate * (z_H @ y_H) / (y_H @ y_H)
-                sums["tokens_LE"][layer, expert] += 1
-                sums["routing_weight_sum_LE"][layer, expert] += gate
+                z_H = layer.experts.down_proj[expert] @ activation_I
+                sums["squares_LEI"][index, expert] += activation_I**2
+                sums["inputs_LEH"][index, expert] += x_H**2
+                sums["first_order_LE"][index, expert] += routing_weight * (z_H @ y_H) / (y_H @ y_H)
+                sums["tokens_LE"][index, expert] += 1
+                sums["routing_weight_sum_LE"][index, expert] += routing_weight
         for expert in range(EXPERTS):
-            whole = block.experts.down_proj[expert].clone()
-            block.experts.down_proj[expert] = 0
-            ablated = block(seen["block_input"])
+            down_HI = layer.experts.down_proj[expert].clone()
+            layer.experts.down_proj[expert] = 0
+            ablated = layer(seen["layer_input"])
             ablated = (ablated[0] if isinstance(ablated, tuple) else ablated).reshape(-1, HIDDEN)
-            block.experts.down_proj[expert] = whole
+            layer.experts.down_proj[expert] = down_HI
             loss = (ablated - seen["y"]).square().sum(-1) / seen["y"].square().sum(-1)
-            sums["second_order_LE"][layer, expert] = loss[torch.tensor(real)].sum()
+            sums["second_order_LE"][index, expert] = loss[torch.tensor(real)].sum()
     return sums
 
 
 def channel_scores(model: PreTrainedModel, metric: str, sums: dict[str, Tensor]) -> Tensor:
-    """Channel scores ``[L, E, I]`` of a metric, from the sums of all batches, one channel at a time."""
+    """Channel scores ``[L, E, I]`` of a metric from the sums over all batches, computed channel by channel."""
     scores = torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64)
     for layer in range(LAYERS):
         experts = model.model.layers[layer].mlp.experts
@@ -168,7 +167,7 @@ def expected(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], metri
 
 
 def assert_scores(scores: AttributionScores, reference: dict[str, Tensor]) -> None:
-    """Every field equal, counts exactly."""
+    """Compare all fields, and numbers of tokens exactly."""
     for name in FIELDS:
         torch.testing.assert_close(getattr(scores, name), reference[name], rtol=1e-5, atol=1e-12, msg=name)
     assert torch.equal(scores.tokens_LE, reference["tokens_LE"])

@@ -1,4 +1,4 @@
-"""Statistics of two real processes over gloo."""
+"""Sums of statistics over two processes with gloo."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def exchange(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
     for name, tensor in sum_over_ranks(statistics_of(rank)).items():
         torch.save(tensor, Path(directory) / f"{name}.{rank}")
-    spoken, silent = ({"input_ids": torch.ones(1, length, dtype=torch.int64)} for length in (2, 1))
-    check_predicted([silent if rank == 0 else spoken], "batches", "nothing")
+    with_target, without = ({"input_ids": torch.ones(1, length, dtype=torch.int64)} for length in (2, 1))
+    check_predicted([without if rank == 0 else with_target], "batches", "nothing")
     with pytest.raises(CoverageError, match="no token for the model to predict"):
-        check_predicted([silent], "batches", "nothing")
-    (Path(directory) / f"refused.{rank}").touch()
+        check_predicted([without], "batches", "nothing")
+    (Path(directory) / f"error.{rank}").touch()
     dist.destroy_process_group()
 
 
-def test_all_ranks_end_with_the_same_bits(tmp_path):
-    # both fork from a process that has imported the toolkit, once, and nothing else
+def test_all_ranks_get_bit_identical_sums(tmp_path):
+    # ranks are forked from a process that has imported the toolkit, so that it is imported only once
     multiprocessing.set_forkserver_preload(["moe_coverage_plugin.calibration.distributed"])
     multiprocessing.start_processes(exchange, args=(str(tmp_path),), nprocs=RANKS, start_method="forkserver")
     parts = [statistics_of(rank) for rank in range(RANKS)]
@@ -46,7 +46,7 @@ def test_all_ranks_end_with_the_same_bits(tmp_path):
         found = [torch.load(tmp_path / f"{name}.{rank}") for rank in range(RANKS)]
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], parts[0][name] + parts[1][name])
-    assert all((tmp_path / f"refused.{rank}").exists() for rank in range(RANKS)), "ranks refuse together or not at all"
+    assert all((tmp_path / f"error.{rank}").exists() for rank in range(RANKS)), "an error was not raised on all ranks"
 
 
 def test_without_a_process_group_nothing_changes():

@@ -1,7 +1,7 @@
-"""The gradient pass of real ``oneshot`` runs against autograd through a loop over experts with a factor on each value.
+"""Scores of the gradient pass in ``oneshot`` runs, compared with autograd.
 
-The derivative of the loss by a factor on a value is the product of the value and its gradient, so the reference never
-looks at activations or their gradients.
+The reference multiplies each value of each expert by a factor of 1. The derivative of the loss by this factor is the
+product of the value and its gradient, so the reference needs no activations and no gradients of them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ METRICS = ("fisher", "activation_gradient", "gradient", "snip")
 
 
 class Factors:
-    """Ones that every value of one batch is multiplied by, and zeros that are added; their gradients are the products
-    and the plain gradients."""
+    """Factors of 1 and summands of 0 for every value of a batch.
+
+    The gradient of a factor is the product of the value and its gradient; that of a summand is the value's gradient.
+    """
 
     def __init__(self) -> None:
         self.products: dict[tuple[int, int, str], Tensor] = {}
@@ -53,43 +55,45 @@ class Factors:
 
 
 def reference(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Channel scores of every metric and the three importances, from whole graphs of autograd."""
-    blocks = find_moe_layers(model)
+    """Channel scores of every metric and the three importances by autograd through the entire model."""
+    layers = find_moe_layers(model)
     totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
     squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros(LAYERS, EXPERTS, CHANNELS, dtype=torch.float64))
     nll = torch.zeros(3, LAYERS, EXPERTS, dtype=torch.float64)
     for batch in batches:
         factors = Factors()
-        for layer, block in enumerate(blocks):
-            block.experts.forward = looped(block, layer, factors)
+        for index, layer in enumerate(layers):
+            layer.experts.forward = looped(layer, index, factors)
         model.requires_grad_(True).zero_grad()
         masked_loss(model, batch).backward()
-        for layer, block in enumerate(blocks):
-            for expert, mlp in enumerate(block.mlps):
-                value = {name: factors.products[layer, expert, name].grad for name in ("gate", "up", "a", "z")}
-                plain = {name: factors.plain[layer, expert, name].grad for name in ("gate", "up", "a")}
-                totals["fisher"][layer, expert] += value["a"].square().sum(0)
-                totals["activation_gradient"][layer, expert] += sum(value[k].abs().sum(0) for k in plain) / 3
+        for index, layer in enumerate(layers):
+            for expert, mlp in enumerate(layer.mlps):
+                value = {name: factors.products[index, expert, name].grad for name in ("gate", "up", "a", "z")}
+                plain = {name: factors.plain[index, expert, name].grad for name in ("gate", "up", "a")}
+                totals["fisher"][index, expert] += value["a"].square().sum(0)
+                totals["activation_gradient"][index, expert] += sum(value[k].abs().sum(0) for k in plain) / 3
                 for name in plain:
-                    squares[name][layer, expert] += plain[name].square().sum(0)
+                    squares[name][index, expert] += plain[name].square().sum(0)
                 for name, linear in projections(mlp).items():
                     sensitivity = (linear.weight * linear.weight.grad).abs()
-                    totals["snip"][layer, expert] += sensitivity.sum(0 if name == "down_proj" else 1).detach() / 3
+                    totals["snip"][index, expert] += sensitivity.sum(0 if name == "down_proj" else 1).detach() / 3
                 u_T = value["z"].sum(-1)
-                nll[:, layer, expert] += torch.stack([-u_T.sum(), u_T.abs().sum(), u_T.square().sum()])
+                nll[:, index, expert] += torch.stack([-u_T.sum(), u_T.abs().sum(), u_T.square().sum()])
     totals["gradient"] = sum(each.sqrt() for each in squares.values()) / 3
     return dict(totals) | dict(zip(("nll_signed", "nll_absolute", "nll_squared"), nll, strict=True))
 
 
-def looped(block: Any, layer: int, factors: Factors) -> Any:
+def looped(layer: Any, index: int, factors: Factors) -> Any:
+    """Forward function of a layer's experts that computes one expert at a time."""
+
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
-        for expert, mlp in enumerate(block.mlps):
+        for expert, mlp in enumerate(layer.mlps):
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            gate = factors(layer, expert, "gate", mlp.gate_proj(hidden[token]))
-            up = factors(layer, expert, "up", mlp.up_proj(hidden[token]))
-            a = factors(layer, expert, "a", block.experts._apply_gate(torch.cat([gate, up], -1)))
-            z = factors(layer, expert, "z", mlp.down_proj(a))
+            gate = factors(index, expert, "gate", mlp.gate_proj(hidden[token]))
+            up = factors(index, expert, "up", mlp.up_proj(hidden[token]))
+            a = factors(index, expert, "a", layer.experts._apply_gate(torch.cat([gate, up], -1)))
+            z = factors(index, expert, "z", mlp.down_proj(a))
             out = out.index_add(0, token, (z * weights[token, slot, None]).to(out.dtype))
         return out
 
@@ -104,7 +108,7 @@ def assert_equal(scores: AttributionScores, expected: dict[str, Tensor], metric:
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "gpt_oss"])
 def family(request, tmp_path_factory):
-    """Plain experts, a shared expert beside them, and experts with biases and another activation."""
+    """Models with plain experts, with a shared expert, and with biases and another activation function."""
     width = {"intermediate_size": CHANNELS, "num_local_experts": EXPERTS} if request.param == "gpt_oss" else {}
     return add_tokenizer(save_float64(tmp_path_factory.mktemp("source"), request.param, **width))
 
@@ -126,7 +130,7 @@ def test_batches_and_all_experts_mode_do_not_matter(family, batch_size: int, all
 
 
 @pytest.mark.parametrize("importance", ["nll_signed", "nll_absolute", "nll_squared"])
-def test_importance_from_gradients_beside_scores_without(family, importance: str):
+def test_importance_from_gradients_with_scores_in_closed_form(family, importance: str):
     dataset = padded_with_prompts(labelled=False)
     plain = observe(family, dataset)
     both = observe(family, dataset, {"expert_importance": importance})
@@ -137,7 +141,7 @@ def test_importance_from_gradients_beside_scores_without(family, importance: str
 
 
 def test_signed_importance_is_the_slope_of_the_loss(tmp_path):
-    """Shrinking an expert's answer a little raises the loss by its signed importance, to first order."""
+    """If an expert's output is multiplied by ``1 - eps``, the loss rises by ``eps`` times its signed importance."""
     source = save_float64(tmp_path / "model", "qwen3_moe")
     dataset = token_batches(samples=2, length=20)
     scores = observe(source, dataset, {"expert_importance": "nll_signed"})
@@ -146,10 +150,10 @@ def test_signed_importance_is_the_slope_of_the_loss(tmp_path):
     @torch.no_grad()
     def loss(layer: int, expert: int, factor: float) -> Tensor:
         weight = find_moe_layers(model)[layer].mlps[expert].down_proj.weight
-        whole = weight.clone()
+        original = weight.clone()
         weight.mul_(factor)
         found = masked_loss(model, batch)
-        weight.copy_(whole)
+        weight.copy_(original)
         return found
 
     for layer in range(LAYERS):
@@ -160,25 +164,24 @@ def test_signed_importance_is_the_slope_of_the_loss(tmp_path):
 
 def test_batches_without_a_target_add_nothing_and_are_counted(family, log):
     dataset = padded_with_prompts(labelled=True)
-    silent = dataset.map(lambda _row, number: {"labels": [-100] * 20} if number == 0 else {}, with_indices=True)
-    spoken = dataset.select(range(1, len(dataset)))
-    scores = observe(family, silent, {"channel_metric": "fisher"})
-    expected = observe(family, spoken, {"channel_metric": "fisher"})
+    masked = dataset.map(lambda _row, number: {"labels": [-100] * 20} if number == 0 else {}, with_indices=True)
+    scores = observe(family, masked, {"channel_metric": "fisher"})
+    expected = observe(family, dataset.select(range(1, len(dataset))), {"channel_metric": "fisher"})
     torch.testing.assert_close(scores.channels_LEI, expected.channels_LEI, rtol=1e-9, atol=1e-15)
     assert any("1 of 4 batches predict no token" in line for line in log)
 
 
-def test_the_pass_leaves_the_model_as_it_was(family):
+def test_the_pass_does_not_change_the_model(family):
     model = open_stock(family, linear=True).train()
     model.lm_head.weight.requires_grad_(False)
     before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.named_parameters()}
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
-    blocks = find_moe_layers(model)
+    layers = find_moe_layers(model)
     observe_batches(
         model,
         batches_of(padded_with_prompts(labelled=False), 2),
-        [LayerObserver(block, "fisher", None) for block in blocks],
-        [GradientObserver(block, "fisher") for block in blocks],
+        [LayerObserver(layer, "fisher", None) for layer in layers],
+        [GradientObserver(layer, "fisher") for layer in layers],
     )
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, before[name][0])
@@ -190,16 +193,16 @@ def test_the_pass_leaves_the_model_as_it_was(family):
         assert not module._forward_hooks
 
 
-def test_a_model_whose_layers_pass_no_gradient_is_refused(family, monkeypatch):
-    """Layers that take hidden states by keyword cannot be recomputed: zeros must not pass for scores."""
+def test_layers_without_gradients_are_an_error(family, monkeypatch):
+    """Layers that take hidden states by keyword cannot be recomputed; scores of zero must not be returned for them."""
     layer_class = type(open_stock(family, linear=True).model.layers[0])
-    whole = layer_class.__call__
-    monkeypatch.setattr(layer_class, "__call__", lambda self, hidden, **kw: whole(self, hidden_states=hidden, **kw))
+    call = layer_class.__call__
+    monkeypatch.setattr(layer_class, "__call__", lambda self, hidden, **kw: call(self, hidden_states=hidden, **kw))
     with pytest.raises(CoverageError, match="no gradient of the loss reaches"):
         observe(family, padded_with_prompts(labelled=False), {"channel_metric": "fisher"})
 
 
-def test_long_vocabulary_is_worked_on_in_pieces(monkeypatch):
+def test_loss_gradient_in_chunks_of_positions(monkeypatch):
     monkeypatch.setattr(next_token, "CHUNK_POSITIONS", 3)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 7, VOCAB, dtype=torch.float64, generator=generator).requires_grad_()

@@ -1,4 +1,4 @@
-"""The rise of the loss when a layer fades, against a forward pass whose block output is scaled by hand."""
+"""The rise of the loss when the output of a layer is scaled, compared with a forward pass with a scaling hook."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def source(request, tmp_path_factory):
 
 @torch.no_grad()
 def mean_loss(model, samples, scale=1.0, layer=None):
-    """Mean loss of the real next tokens, one at a time."""
+    """Mean next-token loss without padding, computed token by token."""
     handle = None
     if layer is not None:
-        block = model.model.layers[layer].mlp
-        handle = block.register_forward_hook(lambda _m, _a, out: out * scale)
+        handle = model.model.layers[layer].mlp.register_forward_hook(lambda _m, _a, out: out * scale)
     losses = []
     for sample in samples:
         ids, mask = sample["input_ids"][0], sample["attention_mask"][0]
@@ -42,7 +41,7 @@ def count_hooks(model) -> int:
 
 @pytest.mark.parametrize("noise", [1.0, 0.25])
 @pytest.mark.parametrize("padded", [False, True])
-def test_rise_equals_a_block_scaled_by_hand(source, noise, padded):
+def test_rise_equals_that_of_a_scaling_hook(source, noise, padded):
     samples = rows(token_batches(samples=5, length=20, padded=padded))
     stock = open_stock(source)
     base = mean_loss(stock, samples)
@@ -52,9 +51,9 @@ def test_rise_equals_a_block_scaled_by_hand(source, noise, padded):
     batches = [{key: torch.cat([sample[key] for sample in pair]) for key in pair[0]} for pair in pairs]
     before, hooks = model(**batches[0]).logits, count_hooks(model)
     rise = layer_loss_rise(model, find_moe_layers(model), batches, noise)
-    # cross entropy is taken in float32
+    # cross entropy is computed in float32
     torch.testing.assert_close(rise, reference, rtol=0, atol=2e-6)
-    assert rise.abs().min() > 1e-4, "the comparison would pass on zeros"
+    assert rise.abs().min() > 1e-4, "zeros would also pass the comparison"
     assert torch.equal(model(**batches[0]).logits, before)
     assert count_hooks(model) == hooks
 
@@ -68,8 +67,8 @@ def test_oneshot_measures_the_first_batches_only(source):
     torch.testing.assert_close(found, reference, rtol=0, atol=2e-6)
 
 
-def test_everything_is_restored_after_an_error(source):
-    """Case 31: a probe that fails leaves no weight, hook or setting changed."""
+def test_the_model_is_restored_after_an_error(source):
+    """Case 31: a failed measurement leaves no weight, hook or setting changed."""
     model = open_stock(source, linear=True)
     batch = rows(token_batches(samples=1, length=20))[0]
     before, hooks, cache = model(**batch).logits, count_hooks(model), model.config.use_cache
@@ -81,7 +80,7 @@ def test_everything_is_restored_after_an_error(source):
     assert torch.equal(model(**batch).logits, before)
 
 
-def test_padding_is_left_out_of_the_loss(source):
+def test_the_loss_does_not_include_padding(source):
     model = open_stock(source)
     sample = rows(token_batches(samples=2, length=20, padded=True))[1]
     real = int(sample["attention_mask"].sum())

@@ -1,4 +1,4 @@
-"""Statistics of real ``oneshot`` runs against loops over the tokens of a plain forward pass."""
+"""Statistics of ``oneshot`` runs, compared with loops over the tokens of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = {"samples": 6, "length": 20}
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A model's path and what must be found on it; Qwen2-MoE has a shared expert, which is part of ``y``."""
+    """A model and its expected statistics; Qwen2-MoE has a shared expert, whose output is part of ``y``."""
     source = save_float64(tmp_path_factory.mktemp("source"), request.param)
     model = open_stock(source)
     parts = [statistics(model, batch) for batch in rows(token_batches(**DATA))]
@@ -44,9 +44,9 @@ def family(request, tmp_path_factory):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
 def test_statistics_equal_a_loop_over_tokens(family, run):
-    """Case 18: routing weights count after the expert, where these families apply them, and for routed tokens only.
+    """Case 18: routing weights are applied after the expert, as these families do, and only for routed tokens.
 
-    Case 19: that holds whether or not the toolkit is told to send every token through every expert.
+    Case 19: the statistics do not depend on whether the toolkit passes every token through every expert.
     """
     source, model, _, sums = family
     scores = observe(source, token_batches(**DATA), **run)
@@ -71,7 +71,7 @@ def test_moving_average_equals_a_loop_over_batches(family):
             for expert in range(EXPERTS):
                 average = None
                 for part in parts:
-                    # a batch that does not reach an expert says nothing about it
+                    # batches without tokens of an expert do not change its average
                     if part["tokens_LE"][layer, expert] == 0:
                         continue
                     batch = part[name][layer, expert]
@@ -82,7 +82,7 @@ def test_moving_average_equals_a_loop_over_batches(family):
     torch.testing.assert_close(scores.routing_weight_sum_LE, sums["routing_weight_sum_LE"], rtol=1e-6, atol=0)
 
 
-def test_experts_without_tokens_score_zero_and_are_named(family):
+def test_experts_without_tokens_have_zero_scores_and_are_reported(family):
     source = family[0]
     scores = observe(source, token_batches(samples=1, length=2))
     unreached_LE = scores.tokens_LE == 0
@@ -98,7 +98,7 @@ def test_experts_without_tokens_score_zero_and_are_named(family):
 
 @pytest.mark.parametrize("layer_noise", [None, 1.0])
 @pytest.mark.parametrize(("value", "all_experts"), [(float("nan"), True), (float("inf"), False)])
-def test_nan_activations_are_refused_by_layer_and_expert(tmp_path, layer_noise, all_experts, value):
+def test_nan_activations_are_an_error_that_names_layer_and_expert(tmp_path, layer_noise, all_experts, value):
     source = save_model(tmp_path, num_hidden_layers=2, moe_intermediate_size=CHANNELS)
     model = open_stock(source)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_nan_activations_are_refused_by_layer_and_expert(tmp_path, layer_noise, 
         observe(source, attribution={"layer_noise": layer_noise}, moe_calibrate_all_experts=all_experts)
 
 
-def test_a_model_that_answers_nan_by_itself_is_refused(tmp_path):
+def test_an_unpruned_model_with_nan_loss_is_an_error(tmp_path):
     source = save_model(tmp_path, num_hidden_layers=2, moe_intermediate_size=CHANNELS)
     model = open_stock(source)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_model_that_answers_nan_by_itself_is_refused(tmp_path):
         observe(source, attribution={"layer_noise": 1.0})
 
 
-def test_the_reference_is_not_trivial(family):
+def test_reference_values_are_not_trivial(family):
     sums = family[3]
     assert (sums["tokens_LE"].sum(-1) == 6 * 20 * 2).all()
     assert len(sums["second_order_LE"].unique()) == LAYERS * EXPERTS

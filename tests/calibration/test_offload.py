@@ -1,4 +1,4 @@
-"""Models whose weights lie elsewhere than where they compute: handed out as copies, for one call at a time."""
+"""Scores of models with offloaded weights, which are copied to the device for each call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import token_batches
 
 
 def on_disk(source: Path, directory: Path):
-    """The model with every weight on disk."""
+    """Open the model with all weights offloaded to disk."""
     model = open_stock(source, linear=True)
     directory.mkdir()
     for module in model.modules():
@@ -41,7 +41,7 @@ def test_offloaded_weights_give_the_same_scores(tmp_path: Path, metric: str):
 
 
 def test_offloaded_weights_are_not_held_between_calls(tmp_path: Path):
-    """Case 19: a reference to the copy that a device is handed would keep the whole model there."""
+    """Case 19: references to the copies on the device would keep the entire model there."""
     source = save_float64(tmp_path / "model", "qwen2_moe")
     models = (open_stock(source, linear=True), on_disk(source, tmp_path / "disk"))
     up_projs = [[mlp.up_proj for mlp in find_moe_layers(model)[0].mlps] for model in models]

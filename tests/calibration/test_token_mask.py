@@ -1,4 +1,4 @@
-"""Padding never counts, whoever made the batches and in whatever order they come."""
+"""Scores do not depend on padding, on who builds the batches, and on their order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unpadded(source, texts):
-    """What the same texts give without any padding, by loops."""
+    """Expected scores of the same texts without padding."""
     batches = [{"input_ids": text[None], "attention_mask": torch.ones_like(text)[None]} for text in texts]
     return expected(open_stock(source), batches)
 
@@ -66,8 +66,11 @@ def test_padded_on_the_right_equals_unpadded(source, texts, unpadded, run):
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("metric", ["activation", "fisher"])
 def test_padded_on_the_left_equals_unpadded(texts, tmp_path, metric, run):
-    """Left padding shifts positions, which rotary attention does not feel. In float32: transformers' eager attention
-    answers rows that see nothing with NaN in float64."""
+    """Left padding shifts positions, which does not change rotary attention.
+
+    The model is in float32, because eager attention of transformers in float64 outputs NaN for rows that are entirely
+    masked.
+    """
     source = save_float64(tmp_path, "qwen3_moe")
     model = open_stock(source).float()
     model.save_pretrained(source)
@@ -83,7 +86,7 @@ def test_padded_on_the_left_equals_unpadded(texts, tmp_path, metric, run):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_neither_predicts_nor_is_predicted(texts, side):
+def test_padding_is_neither_input_nor_target_of_a_prediction(texts, side):
     batch = collate(padded(texts, side))
     assert int((next_tokens(batch) != -100).sum()) == sum(LENGTHS) - len(LENGTHS)
     labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
@@ -96,13 +99,13 @@ def test_unpadded_samples_of_unequal_length(source, texts, unpadded):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_shuffling_loader_of_the_user(source, texts, unpadded, batch_size):
+def test_a_user_defined_loader_that_shuffles(source, texts, unpadded, batch_size):
     samples = padded(texts, "right")
     loader = DataLoader(samples, batch_size=batch_size, shuffle=True, collate_fn=collate)
     assert_scores(observe(source, loader), unpadded)
 
 
-def test_a_sample_padded_in_another_way_than_before_is_refused():
+def test_a_sample_with_changed_padding_is_an_error():
     ids = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 4]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     token_mask = TokenMask([{"input_ids": ids, "attention_mask": mask}])
@@ -122,14 +125,14 @@ def test_masks_are_found_by_sample():
     assert token_mask.of(1, 4) is None or bool(token_mask.of(1, 4).all())
 
 
-def test_data_hash_ignores_the_order_and_nothing_else():
+def test_data_hash_depends_on_samples_but_not_on_their_order():
     first, second = {"input_ids": torch.tensor([[1, 2]])}, {"input_ids": torch.tensor([[3, 4]])}
     assert data_hash([first, second]) == data_hash([second, first])
     assert data_hash([first, second]) != data_hash([first, first])
 
 
 @pytest.mark.parametrize("batches", [None, [], [{"labels": torch.ones(1)}], [{"input_ids": torch.ones(1, 0)}]])
-def test_an_empty_calibration_set_is_refused(batches):
-    """Case 31: no batch, or none with a token, would give scores of zero."""
+def test_an_empty_calibration_set_is_an_error(batches):
+    """Case 31: a calibration set without tokens would give scores of zero."""
     with pytest.raises(CoverageError):
         check_batches(batches)

@@ -14,7 +14,7 @@ settings.load_profile("repository")
 
 
 def random_view(layers: int = 3, experts: int = 8, channels: int = 64, block_size: int = 8, **changes) -> PlanView:
-    """A plan with lognormal scores, in which no token reached expert 1 of layer 0, which is removed."""
+    """A plan with lognormal scores; expert 1 of layer 0 has no tokens and is removed."""
     generator = torch.Generator().manual_seed(layers * experts)
     spread_LE1 = 0.4 + 1.2 * torch.rand(layers, experts, 1, generator=generator, dtype=torch.float64)
     normal_LEI = torch.randn(layers, experts, channels, generator=generator, dtype=torch.float64)
@@ -50,5 +50,5 @@ UNMEASURED = ("channels_LEI", "expert_prior_LE", "layer_loss_L", "layer_prior_L"
 
 @pytest.fixture(scope="session")
 def bare_view() -> PlanView:
-    """A plan of which nothing but the widths is known."""
+    """A plan that has only widths."""
     return random_view(**dict.fromkeys(UNMEASURED), facts={}, title="", summary=Summary())

@@ -16,7 +16,7 @@ from moe_coverage_plugin.report.figures import width_figure
 
 
 def check_picture(figure: Figure) -> None:
-    """Check that it is drawn, that every text is inside it, and that labels of ticks do not overlap."""
+    """Check that the figure is drawn, that all texts are inside it, and that tick labels do not overlap."""
     with Image.open(io.BytesIO(style.png(figure))) as picture:
         assert picture.format == "PNG"
         assert 300 <= min(picture.size) <= max(picture.size) <= 3000
@@ -88,7 +88,7 @@ def test_any_title_can_be_drawn(make_view, title: str) -> None:
 
 
 @pytest.mark.parametrize("position", np.linspace(0, 1, 21))
-def test_numbers_stand_out_from_their_cells(position: float) -> None:
+def test_numbers_have_enough_contrast_to_their_cells(position: float) -> None:
     def luminance(colour) -> float:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgba(colour)[:3]]
         return float(np.dot([0.2126, 0.7152, 0.0722], linear))

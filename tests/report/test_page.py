@@ -18,7 +18,7 @@ HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window
 
 
 class Page(HTMLParser):
-    """Elements of a page with their attributes, and the text inside each kind of element."""
+    """Elements of a page with their attributes, and texts with the tags of their elements."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_page_begins_with_the_verdict_and_the_figures(make_view, tmp_path: Path)
     assert bars == [f"width: {share:.2f}%" for share in shares]
 
 
-def test_page_leaves_out_what_is_not_known(bare_view, tmp_path: Path) -> None:
+def test_page_leaves_out_values_that_were_not_measured(bare_view, tmp_path: Path) -> None:
     write_report(bare_view, tmp_path)
     page = Page(tmp_path / "index.html")
     absent = {"shares", "coverage", "layerCoverage", "layerLoss", "prior", "tokens"}
@@ -119,15 +119,15 @@ def test_priors_that_are_equal_for_all_are_left_out(make_view, tmp_path: Path) -
     assert "prior" not in page.inside("button")
 
 
-def test_growth_is_not_hidden(make_view, tmp_path: Path) -> None:
-    """Padded checkpoints save nothing; the bar of a share ends at 100 %."""
+def test_shares_above_100_percent_are_shown(make_view, tmp_path: Path) -> None:
+    """A padded checkpoint can be larger than the original one; the bar is then limited to 100 %."""
     write_report(make_view(summary=Summary(weights=StoredWeights(3 * 2**20, 2 * 2**20))), tmp_path)
     page = Page(tmp_path / "index.html")
     assert page.inside("dd")[1].replace("\N{NO-BREAK SPACE}", " ") == "150.0 % of 2.0 MiB before"
     assert page.all("span")[0]["style"] == "width: 100.00%"
 
 
-def test_page_requests_nothing(make_view, tmp_path: Path) -> None:
+def test_page_loads_no_other_files(make_view, tmp_path: Path) -> None:
     write_report(make_view(), tmp_path)
     page = Page(tmp_path / "index.html")
     addresses = [
@@ -142,7 +142,7 @@ def test_page_requests_nothing(make_view, tmp_path: Path) -> None:
     assert "url(http" not in text
 
 
-def test_names_and_facts_are_text(make_view, tmp_path: Path) -> None:
+def test_names_and_facts_are_escaped(make_view, tmp_path: Path) -> None:
     summary = Summary(HOSTILE, HOSTILE, weights=StoredWeights(1, 1, HOSTILE, HOSTILE))
     facts = {HOSTILE: HOSTILE, "odd": "\ud800"}
     write_report(make_view(names=[HOSTILE] * 3, title=HOSTILE, summary=summary, facts=facts), tmp_path)

@@ -1,4 +1,4 @@
-"""Open the pages from disk in a headless Chromium, as a user does."""
+"""The pages in a headless Chromium, opened from disk."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ return faults;
 """
 
 
-# elements that show text or a drawing beyond the right edge of the page or of what contains them
+# elements that extend beyond the right edge of the page or of their scrolling container
 CLIPPED = """
 const faults = [];
 for (const element of document.querySelectorAll("main *")) {
@@ -108,7 +108,7 @@ def pareto_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(driver: Chrome, path: Path, width: int = 1200, scheme: str = "light") -> Chrome:
-    """Open a page at a width in CSS pixels and a colour scheme, with logs that begin here."""
+    """Open a page with a width in CSS pixels and a colour scheme, after clearing the logs."""
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     preference = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -164,7 +164,7 @@ def test_pages_are_readable(driver: Chrome, page: Path, width: int, scheme: str)
 
 
 def test_nothing_is_clipped_on_a_phone(driver: Chrome, make_view, tmp_path: Path) -> None:
-    """Everything but wide tables of results fits, and a large model's maps and charts do, too."""
+    """All elements fit, including maps and charts of a large model; only wide tables of results scroll."""
     write_report(make_view(layers=48, experts=128, channels=16, block_size=4), tmp_path)
     opened(driver, tmp_path / "index.html", width=420)
     assert driver.get_log("browser") == []
@@ -175,7 +175,7 @@ def test_nothing_is_clipped_on_a_phone(driver: Chrome, make_view, tmp_path: Path
 def test_page_begins_with_the_verdict(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
     opened(driver, plan_page, width=420)
     result = verdict(plan)
-    # the driver returns spaces that do not break as ordinary ones
+    # the driver returns no-break spaces as ordinary spaces
     assert driver.find_element(By.ID, "verdict").text == result.summary.replace("\N{NO-BREAK SPACE}", " ")
     warnings = driver.find_elements(By.CSS_SELECTOR, "#warnings li")
     assert [item.text for item in warnings] == [text.replace("\N{NO-BREAK SPACE}", " ") for text in result.warnings]
@@ -189,7 +189,7 @@ return bars.map((bar) => [bar.getAttribute("class"), bar.height.baseVal.value]);
 
 
 def test_bars_of_layers_have_absolute_scales(driver: Chrome, make_view, tmp_path: Path) -> None:
-    """Shares are drawn from 0 to 100 %, so that small differences look small; the loss rise begins at 0."""
+    """The scales of shares are 0 to 100 %, so that small differences look small; that of the loss rise begins at 0."""
     widths_LE = torch.full((3, 8), 56)
     widths_LE[1] = 16
     view = make_view(widths_LE=widths_LE)
@@ -211,7 +211,7 @@ def test_bars_of_layers_have_absolute_scales(driver: Chrome, make_view, tmp_path
     assert labels[:3] == ["0", "50", "100"]
 
 
-def test_choosing_a_layer_changes_bars_and_table(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
+def test_selecting_a_layer_changes_bars_and_table(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
     opened(driver, plan_page)
     choice = Select(driver.find_element(By.ID, "layer"))
     assert choice.first_selected_option.get_attribute("value") == str(plan.most_unequal_layer)
@@ -226,7 +226,7 @@ def test_choosing_a_layer_changes_bars_and_table(driver: Chrome, plan: PlanView,
     assert len(pictures) == plan.layers
 
 
-def test_bars_end_where_the_coverage_is(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
+def test_end_marks_of_bars_show_the_coverage(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
     opened(driver, plan_page)
     Select(driver.find_element(By.ID, "layer")).select_by_value("1")
     script = (
@@ -239,7 +239,7 @@ def test_bars_end_where_the_coverage_is(driver: Chrome, plan: PlanView, plan_pag
     assert shown == pytest.approx(plan.coverage_LE[1].tolist(), abs=1e-3)
 
 
-def test_map_shows_widths_and_chooses_layers(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
+def test_map_shows_widths_and_selects_layers(driver: Chrome, plan: PlanView, plan_page: Path) -> None:
     opened(driver, plan_page)
     cells = driver.find_elements(By.CSS_SELECTOR, "#width-map rect[data-expert]")
     assert len(cells) == plan.layers * plan.experts
@@ -302,7 +302,7 @@ def test_filter_keeps_the_sorting_of_the_chosen_experts(driver: Chrome, plan: Pl
         assert driver.find_element(By.ID, "shown").text == f"{int(chosen_E.sum())} of {plan.experts} experts"
 
 
-def test_hostile_names_do_nothing(driver: Chrome, make_view, pareto_page: Path, tmp_path: Path) -> None:
+def test_hostile_names_are_not_executed(driver: Chrome, make_view, pareto_page: Path, tmp_path: Path) -> None:
     view = make_view(names=[HOSTILE, "2", "3"], title=HOSTILE, facts={HOSTILE: HOSTILE})
     write_report(view, tmp_path)
     for page in (tmp_path / "index.html", pareto_page):
@@ -314,7 +314,7 @@ def test_hostile_names_do_nothing(driver: Chrome, make_view, pareto_page: Path, 
     assert driver.title == driver.find_element(By.TAG_NAME, "h1").text == HOSTILE
 
 
-def test_policy_stops_what_slips_in(driver: Chrome, plan_page: Path) -> None:
+def test_content_security_policy_blocks_injected_scripts(driver: Chrome, plan_page: Path) -> None:
     opened(driver, plan_page)
     driver.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.hacked = 1';"

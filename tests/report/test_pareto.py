@@ -14,7 +14,7 @@ from moe_coverage_plugin.report import style
 from moe_coverage_plugin.report.pareto import pareto_figure, pareto_front, write_pareto
 from moe_coverage_plugin.report.results import ResultRow
 
-# few values, so that ties are common
+# few different values, so that equal ones are common
 rows = st.builds(ResultRow, st.sampled_from("abc"), st.just("m"), st.integers(1, 6), st.integers(0, 5).map(float))
 
 
@@ -50,7 +50,7 @@ RESULTS = [
 
 
 def points_of(figure: Figure) -> dict[str, list[tuple[float, float]]]:
-    """Points that are drawn, by the method in the legend."""
+    """Drawn points by the name of their method in the legend."""
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()][:-1]
     axes = figure.axes[0]
@@ -79,14 +79,14 @@ def test_picture_shows_means_deviations_and_front() -> None:
     assert "MB" in axes.get_xlabel()
 
 
-def test_sizes_of_one_order_are_drawn_linearly_and_large_ones_in_gigabytes() -> None:
+def test_similar_sizes_have_a_linear_scale_and_large_ones_are_in_gigabytes() -> None:
     axes = pareto_figure([ResultRow("a", "m", 10**10, 1.0), ResultRow("b", "m", 2 * 10**10, 0.5)]).axes[0]
     assert axes.get_xscale() == "linear"
     assert "GB" in axes.get_xlabel()
     assert axes.lines[0].get_xdata().tolist() == [10, 20]
 
 
-def test_names_of_the_front_are_inside_and_apart() -> None:
+def test_names_of_the_front_are_inside_and_do_not_overlap() -> None:
     crowd = [
         ResultRow(f"a long name of result {index}" * 2, "m", 1000 + index, 2 - index / 1e4) for index in range(40)
     ]
@@ -103,8 +103,7 @@ def test_names_of_the_front_are_inside_and_apart() -> None:
         assert not any(box.overlaps(other) for other in boxes[:index])
 
 
-def test_legend_is_inside() -> None:
-    """However long the names of the methods are."""
+def test_legend_is_inside_the_figure_with_long_names() -> None:
     methods = [f"method {index} with a long name" * (1 + index % 2) for index in range(12)]
     figure = pareto_figure([ResultRow("a", method, 10 + index, 1.0) for index, method in enumerate(methods)])
     style.png(figure)
@@ -115,7 +114,7 @@ def test_legend_is_inside() -> None:
 
 
 class Cells(HTMLParser):
-    """Texts of the cells of a page, by row."""
+    """Texts of table cells by row."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ rows = st.builds(
 
 
 @given(st.lists(rows, max_size=12))
-def test_repetitions_share_all_but_seed_bytes_and_loss(several: list[ResultRow]) -> None:
+def test_means_are_over_rows_that_differ_in_seed_bytes_and_loss(several: list[ResultRow]) -> None:
     means = mean_of_repetitions(several)
     assert sum(mean.count for mean in means) == len(several)
     keys = [(mean.name, mean.method, mean.model, mean.sparsity, mean.bits) for mean in means]

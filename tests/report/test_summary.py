@@ -20,7 +20,7 @@ FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channe
 def checkpoint(
     directory: Path, tensors: dict[str, torch.Tensor], scheme: dict | None = None, report: Any = None
 ) -> int:
-    """Write a directory as it is when the report is written; returns the size of its weights."""
+    """Write weights, ``config.json`` and the report of a checkpoint, and return the size of its weights."""
     save_file(tensors, directory / "model.safetensors")
     quantization = (
         {} if scheme is None else {"quantization_config": {"config_groups": {"group_0": {"weights": scheme}}}}
@@ -50,7 +50,7 @@ def test_experts_are_described_as_they_are_stored(
 
 
 @pytest.mark.parametrize(("before", "expected"), [(1000, 1000), ("1000", None), (0, None), (None, None)])
-def test_size_before_is_that_of_the_report(tmp_path: Path, before: Any, expected: int | None) -> None:
+def test_size_before_is_read_from_the_report(tmp_path: Path, before: Any, expected: int | None) -> None:
     checkpoint(tmp_path, DENSE, report={"weight_bytes_before": before})
     assert read_stored_weights(tmp_path).size_before == expected
 
@@ -71,5 +71,5 @@ def test_a_provenance_is_summarized() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3.5, True, [], [[]], {}, {"a": 1}])
-def test_a_provenance_of_a_stranger_may_contain_anything(value: Any) -> None:
+def test_unexpected_values_in_a_provenance_are_ignored(value: Any) -> None:
     assert summarize({"model": value, "calibration_batches": value, "recipe": value}) == Summary()

@@ -62,7 +62,7 @@ def test_experts_with_too_few_tokens_are_named(tokens: list[list[int]], expected
     assert expected is None or warnings[0].startswith(expected)
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_shortened() -> None:
     (warning,) = verdict(view_of([[50] * 9], tokens=[[0] * 9])).warnings
     assert (
         ": expert 0 of layer 1, expert 1 of layer 1, expert 2 of layer 1, expert 3 of layer 1 and 5 more." in warning
@@ -74,7 +74,7 @@ def test_removed_experts_are_counted() -> None:
     assert verdict(view_of([[50, 0], [0, 50]])).summary.endswith(" 2 of 4 experts are removed entirely.")
 
 
-def test_importance_is_not_invented() -> None:
+def test_no_importance_is_shown_without_scores() -> None:
     result = verdict(view_of([[50, 40], [10, 20]], scored=False))
     assert plain(result.summary) == (
         "70.0 % of the expert channels are removed. There are no channel scores, so how much importance remains is "

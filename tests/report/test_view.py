@@ -13,7 +13,7 @@ I = 6  # noqa: E741 - the axis letter of expert channels
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Integer scores, so that sums are exact, and any widths."""
+    """Random widths, and integer scores, whose sums are exact."""
     layers, experts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     channels = st.one_of(st.just([0] * I), st.lists(st.integers(0, 9), min_size=I, max_size=I))
     scores = st.lists(st.lists(channels, min_size=experts, max_size=experts), min_size=layers, max_size=layers)
@@ -133,5 +133,5 @@ def test_values_that_cannot_be_drawn_are_errors(make_view, field: str, value: fl
         (["experts", "model.layers.3.mlp"], ["0", "1"]),
     ],
 )
-def test_layers_are_called_by_their_numbers_in_the_model(names: list[str], labels: list[str]) -> None:
+def test_labels_of_layers_are_their_numbers_in_the_model(names: list[str], labels: list[str]) -> None:
     assert PlanView(names, I, torch.ones(len(names), 2, dtype=torch.int64)).layer_labels == labels
