@@ -28,7 +28,7 @@ from moe_coverage_plugin.checkpoint.origin import Origin
 from moe_coverage_plugin.checkpoint.scheme_checks import check_rotations, check_schemes
 from moe_coverage_plugin.checkpoint.staging import check_output, staged
 from moe_coverage_plugin.manifest import REPORT_NAME, CoverageError, Layout, Manifest
-from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
+from moe_coverage_plugin.modeling.moe_layers import check_merged, expert_linears, find_moe_layers
 
 
 @dataclass
@@ -79,6 +79,7 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
                 f"{model.name_or_path} was opened in the 4 bits of bitsandbytes, which engines cannot load and which "
                 "are not saved: keep that checkpoint, or end the recipe with a W4A16 quantizer for a 4-bit checkpoint"
             )
+        check_merged(model)
         target = Path(save_directory)
         check_output(target)
         quantized = any(is_module_quantized(module) for module in model.modules())

@@ -85,8 +85,10 @@ def find_moe_layers(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[
             that contain them (``model.layers.0``).
 
     Raises:
-        CoverageError: no experts, experts of an unsupported kind, or an ignore entry that matches no MoE layer.
+        CoverageError: no experts, experts of an unsupported kind, an ignore entry that matches no MoE layer, or
+            adapters of peft that are not merged.
     """
+    check_merged(model)
     names = [name for name, module in model.named_modules() if isinstance(module, LinearExperts2D)]
     if not names:
         raise CoverageError(
@@ -98,6 +100,22 @@ def find_moe_layers(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[
     if not layers:
         raise CoverageError(f"ignore={list(ignore)} leaves none of {len(names)} MoE layers to prune: shorten it")
     return layers
+
+
+def check_merged(model: Module) -> None:
+    """Check that no layer is wrapped in an adapter of peft, whose weights would be left out.
+
+    Raises:
+        CoverageError: adapters are not merged.
+    """
+    adapted = [name for name, _ in model.named_modules() if name.endswith((".base_layer", ".original_module"))]
+    if adapted:
+        first = adapted[0].rpartition(".")[0]
+        raise CoverageError(
+            f"the model has adapters on {len(adapted)} layers ({first} is the first) "
+            "that are not merged: go on with the model that merge_and_unload() of peft returns, or save the adapters "
+            "alone by save_pretrained() of the PeftModel"
+        )
 
 
 def _ignored(model: Module, names: Sequence[str], ignore: Sequence[str]) -> set[str]:

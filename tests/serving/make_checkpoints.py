@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import yaml
 from llmcompressor import oneshot
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import load, recipe_path
 from moe_coverage_plugin.checkpoint import saving
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from tests.tiny import GROUP_LIMITED, LISTED, VOCAB, add_tokenizer, save_model, token_batches
 
 PROMPT_TOKENS = 64
@@ -37,7 +39,8 @@ Modifiers = dict[str, dict[str, Any]]
 class Spec:
     """How to make a checkpoint: a recipe of the package on a tiny model, with fields of both changed.
 
-    ``before`` are modifiers of llm-compressor that run before the recipe.
+    ``before`` are modifiers of llm-compressor that run before the recipe. ``adapter`` are options of adapters of peft, on
+    experts and attention, that are merged into the checkpoint.
     """
 
     recipe: str
@@ -46,6 +49,7 @@ class Spec:
     layout: str = "ragged"
     changes: Modifiers = field(default_factory=dict)
     before: Modifiers = field(default_factory=dict)
+    adapter: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -132,6 +136,8 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_granite": Spec("fisher_p50", "granitemoe", changes={"CoverageModifier": {"sparsity": 0.4}}),
     "ragged_granite_w4a16": Spec("fisher_p25_q4", "granitemoe", changes={"CoverageModifier": {"sparsity": 0.4}}),
     "ragged_gpt_oss": Spec("fisher_p50", "gpt_oss", changes={"CoverageModifier": {"sparsity": 0.4}}),
+    "ragged_lora": Spec("coverage_p50", adapter={}),
+    "ragged_dora_mixtral": Spec("coverage_p50", "mixtral", adapter={"use_dora": True}),
     "padded_fp32": Spec("coverage_p50", layout="padded"),
     "padded_w4a16": Spec("coverage_p25_q4", layout="padded"),
     "uniform_fp32": Spec("coverage_p50", layout="uniform"),
@@ -152,10 +158,25 @@ def make(name: str, directory: Path, workspace: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True) if trusted else str(source)
     options: dict[str, Any] = {"batch_size": 4, "output_dir": str(output), "trust_remote_code_model": trusted}
     saved = oneshot(model=model, dataset=token_batches(), recipe=recipe, **options)
+    if spec.adapter is not None:
+        merge_adapter(output, spec.adapter)
     # engines quantize activations, which load() does not
     reference = as_engines_compute(saved) if _quantizes_activations(saved) else None
     # not in the directory, because engines load every safetensors file in it
     save_file(expected(output, model=reference), directory / f"{name}.expected.safetensors")
+
+
+def merge_adapter(checkpoint: Path, options: dict[str, Any]) -> None:
+    """Replace a 16-bit checkpoint by one with merged adapters of random values."""
+    adapted = get_peft_model(load(checkpoint), LoraConfig(r=4, target_modules=["q_proj", *PROJECTIONS], **options))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    merged = checkpoint.with_name(f"{checkpoint.name}_merged")
+    adapted.merge_and_unload().save_pretrained(merged)
+    shutil.rmtree(checkpoint)
+    merged.rename(checkpoint)
 
 
 def as_engines_compute(model: PreTrainedModel) -> PreTrainedModel:

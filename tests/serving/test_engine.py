@@ -23,7 +23,9 @@ from tests.serving.engine import checkpoint_path, expected_logprobs, open_engine
 pytestmark = pytest.mark.engine
 
 TOP_K = 2  # of every tiny model
-RAGGED_16BIT = ["ragged_fp32", "ragged_bf16", "ragged_whole_experts", "ragged_fisher_fp32"]
+# field case 2.11: adapters of peft on experts, merged and saved
+MERGED_ADAPTERS = ["ragged_lora", "ragged_dora_mixtral"]
+RAGGED_16BIT = ["ragged_fp32", "ragged_bf16", "ragged_whole_experts", "ragged_fisher_fp32", *MERGED_ADAPTERS]
 RECIPES_4BIT = [
     "ragged_w4a16",
     "ragged_gptq",
