@@ -1,4 +1,4 @@
-"""Tiny pruned checkpoints, and text that a model learns in a few steps."""
+"""Tiny pruned checkpoints, and text that models learn in a few steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pruned(original: Path) -> Path:
-    """Ragged, in blocks of 32, with half of the channels and some entire experts removed."""
+    """A ragged checkpoint in blocks of 32, with half of the channels and some entire experts removed."""
     prune(original, original.with_name("pruned"), sparsity=0.5)
     return original.with_name("pruned")
 
 
 @pytest.fixture(scope="session")
 def four_bits(original: Path) -> Path:
-    """The same with W4A16 in groups of 32."""
+    """The pruned checkpoint in W4A16 with groups of 32."""
     prune(original, original.with_name("four_bits"), quantize=True, sparsity=0.5)
     return original.with_name("four_bits")
 

@@ -1,4 +1,4 @@
-"""Text whose next token mostly depends on the last one."""
+"""Text in which the next token mostly depends on the last one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAST: dict[str, Any] = {
 
 
 def cycles(seed: int, windows: int = 40) -> Dataset:
-    """Token ids that follow a cycle through a part of the vocabulary, with a jump to a random place now and then."""
+    """Token ids that follow a cycle through a part of the vocabulary, with random jumps at 5 % of tokens."""
     follower = torch.randperm(60, generator=torch.Generator().manual_seed(0)) + 2
     generator = torch.Generator().manual_seed(seed)
     rows = []

@@ -1,4 +1,4 @@
-"""Adapters change nothing at first, compute what peft computes, and merge into plain linear layers."""
+"""Adapters do not change outputs initially, compute the same as peft, and are merged into plain linear layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
 @torch.no_grad()
 def disturb(adapters: Adapters) -> None:
-    """Give adapters values that training might."""
+    """Set adapters to random values, as after training."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapters.parameters.items():
         scale = 0.1 * float(parameter.abs().mean()) if name.endswith(".m") else 0.05
@@ -44,7 +44,7 @@ def model(pruned):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_change_nothing_at_first(pruned, dtype):
+def test_initial_adapters_do_not_change_outputs(pruned, dtype):
     model = aligned(load(pruned, dtype=dtype))
     before, weights = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     adapters = attach(model, OPTIONS)
@@ -52,7 +52,7 @@ def test_adapters_change_nothing_at_first(pruned, dtype):
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     assert trainable == {id(parameter) for parameter in adapters.parameters.values()}
     with grouped_experts(adapters.adapted):
-        # sums over experts are in another order
+        # the order of sums over experts is different
         torch.testing.assert_close(logits(model), before, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.06)
     adapters.merge()
     after = model.state_dict()
@@ -64,7 +64,7 @@ def test_adapters_change_nothing_at_first(pruned, dtype):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
 def test_grouped_adapters_compute_what_peft_does(family):
-    """Unequal widths, removed experts, a rank that is padded; experts with biases keep the toolkit's loop."""
+    """Widths are unequal, experts are removed and the rank is padded; experts with biases use the toolkit's loop."""
     model = linear_model(family)
     for layer in find_moe_layers(model):
         kept = [torch.arange(layer.widths[e] - 28 * e) for e in range(layer.num_experts)]
@@ -82,7 +82,7 @@ def test_grouped_adapters_compute_what_peft_does(family):
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_merged_is_unmerged(model):
+def test_merging_does_not_change_outputs(model):
     widths = [layer.widths for layer in find_moe_layers(model)]
     before = logits(model)
     adapters = attach(model, OPTIONS)
@@ -99,27 +99,27 @@ def test_merged_is_unmerged(model):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_removed_expert_is_never_chosen(model):
+def test_removed_experts_are_never_picked(model):
     adapters = attach(model, OPTIONS)
     removed = [(layer, [e for e, width in enumerate(layer.widths) if not width]) for layer in adapters.layers]
     assert any(experts for _, experts in removed)
     with torch.no_grad():
-        # as if training had made removed experts the most likely ones
+        # removed experts get the largest router logits
         for layer, experts in removed:
             router_module(layer).parametrizations.weight[0].b_ER[experts] = 100.0
-    chosen: dict[str, Tensor] = {}
+    picked: dict[str, Tensor] = {}
     for layer, _ in removed:
-        layer.experts.register_forward_pre_hook(lambda _module, args, name=layer.name: chosen.update({name: args[1]}))
+        layer.experts.register_forward_pre_hook(lambda _module, args, name=layer.name: picked.update({name: args[1]}))
     with grouped_experts(adapters.adapted):
         logits(model)
-        assert not any(set(experts) & set(chosen[layer.name].unique().tolist()) for layer, experts in removed)
+        assert not any(set(experts) & set(picked[layer.name].unique().tolist()) for layer, experts in removed)
     adapters.merge()
     logits(model)
-    assert not any(set(experts) & set(chosen[layer.name].unique().tolist()) for layer, experts in removed)
+    assert not any(set(experts) & set(picked[layer.name].unique().tolist()) for layer, experts in removed)
 
 
-def test_channels_that_are_zero_stay_zero(model):
-    """Their magnitude and norm are zero, and 0 / 0 would spread over the model."""
+def test_zero_channels_remain_zero(model):
+    """The magnitude and the norm of such a channel are zero, and 0 / 0 would give NaN in the entire model."""
     linear = expert_linears(find_moe_layers(model)[0])[0]
     with torch.no_grad():
         linear.weight[3] = 0
@@ -133,8 +133,8 @@ def test_channels_that_are_zero_stay_zero(model):
     assert torch.isfinite(linear.weight).all()
 
 
-def test_storage_is_that_of_the_weights(model):
-    """The weights are views of the padded storage, so they take memory once."""
+def test_weights_share_the_padded_storage(model):
+    """The weights are views of the padded storage, so they are not stored twice."""
     adapters = attach(copy.deepcopy(model), OPTIONS)
     with grouped_experts(adapters.adapted):
         for layer in adapters.adapted:
@@ -144,8 +144,8 @@ def test_storage_is_that_of_the_weights(model):
             assert len(storages) == 3
 
 
-def test_an_expert_without_tokens_learns_nothing(model):
-    """Kernels may leave its gradient uninitialized."""
+def test_experts_without_tokens_have_zero_gradients(model):
+    """Kernels may leave the gradient of such an expert uninitialized."""
     adapters = attach(model, OPTIONS)
     disturb(adapters)
     seen: dict[str, set[int]] = {}

@@ -1,4 +1,4 @@
-"""``moe-coverage finetune``: options of the function, and errors in one line."""
+"""``moe-coverage finetune``: its flags are the options of the function, and errors are one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_coverage_plugin.recovery import RecoveryOptions
 from tests.recovery.cycles import FAST
 
 
-def test_every_option_of_the_function_is_a_flag():
+def test_every_option_has_a_flag():
     command = ArgumentParser()
     add_finetune(command)
     flags = {action.dest for action in command._actions}
     assert RecoveryOptions.model_fields.keys() <= flags
 
 
-def test_a_missing_peft(pruned, tmp_path, monkeypatch, capsys):
+def test_missing_peft_is_an_error(pruned, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)
     (tmp_path / "text.txt").write_text("w5 " * 200)
     status = main(["finetune", str(pruned), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")])
@@ -33,7 +33,7 @@ def test_a_missing_peft(pruned, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("option", [["--expert-rank", "0"], ["--warmup", "1"], ["--held-out", "nan"]])
-def test_values_out_of_range(pruned, tmp_path, capsys, option):
+def test_values_out_of_range_are_errors(pruned, tmp_path, capsys, option):
     (tmp_path / "text.txt").write_text("w5 " * 200)
     files = [str(pruned), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
     assert main(["finetune", *files, *option]) == 2
@@ -41,7 +41,7 @@ def test_values_out_of_range(pruned, tmp_path, capsys, option):
 
 
 @pytest.mark.parametrize("wrong", ["checkpoint", "teacher"])
-def test_a_wrong_path_is_found_before_anything_is_imported(pruned, tmp_path, capsys, wrong):
+def test_wrong_paths_are_errors(pruned, tmp_path, capsys, wrong):
     files = ["--text", "absent.txt", "--output", str(tmp_path / "out")]
     checkpoint = str(tmp_path / "absent") if wrong == "checkpoint" else str(pruned)
     assert main(["finetune", checkpoint, *files, "--teacher", str(tmp_path / "absent")]) == 2

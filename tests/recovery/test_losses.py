@@ -1,4 +1,4 @@
-"""Losses compared with autograd and transformers."""
+"""Losses and gradients, compared with autograd and transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def values(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("distill", "temperature"), [(1.0, 1.0), (0.3, 2.0), (None, 1.0)])
-def test_the_gradient_is_that_of_autograd(distill, temperature):
+def test_gradient_equals_autograd(distill, temperature):
     student, ids_BS = values(0).requires_grad_(), torch.arange(14).reshape(2, 7) % 11
     teacher = None if distill is None else values(1)
     options = RecoveryOptions(distill=distill or 1.0, temperature=temperature)
@@ -38,8 +38,8 @@ def test_the_gradient_is_that_of_autograd(distill, temperature):
     torch.testing.assert_close(found.gradient_BSV, student.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_balance_equals_that_of_transformers():
-    """For one layer, because transformers averages over the tokens of all layers."""
+def test_balance_loss_equals_that_of_transformers():
+    """The model has one layer, because transformers averages over the tokens of all layers."""
     model = linear_model("qwen3_moe", num_hidden_layers=1)
     balance = LoadBalance(find_moe_layers(model))
     with balance.observed():
@@ -48,7 +48,7 @@ def test_the_balance_equals_that_of_transformers():
     torch.testing.assert_close(balance.loss(), expected)
 
 
-def test_removed_experts_are_not_in_the_balance():
+def test_balance_loss_is_over_kept_experts():
     model = linear_model("qwen3_moe", num_hidden_layers=1)
     (layer,) = find_moe_layers(model)
     remove_expert(layer, 2)

@@ -27,7 +27,7 @@ OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
 @torch.no_grad()
 def rounded(path: Path) -> PreTrainedModel:
-    """The 16-bit model with its experts rounded by bitsandbytes."""
+    """The 16-bit model with expert weights rounded to NF4 by bitsandbytes."""
     model = load(path)
     for layer in find_moe_layers(model):
         for linear in expert_linears(layer):
@@ -92,7 +92,7 @@ def recovered(pruned: Path, text: Dataset, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_complete_fine_tuning(pruned, recovered):
-    """The result is an ordinary checkpoint: attention unchanged, experts rounded and trained."""
+    """The result is an ordinary checkpoint with unchanged attention, and rounded and trained experts."""
     output, done = recovered
     assert done.after < done.before - 0.1
     before, after = tensors(pruned), tensors(output)
@@ -111,18 +111,18 @@ def test_a_complete_fine_tuning(pruned, recovered):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "options", "words"),
+    ("checkpoint", "options", "message"),
     [
         ("four_bits", {}, "quantized already"),
         ("pruned", {"mode": "router"}, "trains no expert"),
         ("missing", {}, r"moe-coverage-plugin\[nf4\]"),
     ],
 )
-def test_errors(request, monkeypatch, text, tmp_path, fast, checkpoint, options, words):
+def test_errors(request, monkeypatch, text, tmp_path, fast, checkpoint, options, message):
     if checkpoint == "missing":
         monkeypatch.setattr(nf4, "is_bitsandbytes_available", lambda: False)
         checkpoint = "pruned"
     path = request.getfixturevalue(checkpoint)
-    with pytest.raises(CoverageError, match=words):
+    with pytest.raises(CoverageError, match=message):
         finetune(path, text, tmp_path / "out", fast.model_copy(update={"nf4": True} | options))
     assert not list(tmp_path.iterdir())

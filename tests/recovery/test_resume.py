@@ -1,4 +1,4 @@
-"""A run that is killed and started again gives the same bits as an uninterrupted one."""
+"""A run that is killed and started again gives the bit-identical result of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def without_seconds(points: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(pruned: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output of a run that was killed between two of its states."""
+    """Output directory of a run that was killed after its first saved state."""
     output = tmp_path_factory.mktemp("killed") / "out"
     run = start(arguments(pruned, words, output))
     state = output.with_name("out.work") / STATE_NAME
@@ -67,7 +67,7 @@ def killed(pruned: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) 
     return output
 
 
-def test_another_run_does_not_resume_from_it(killed, pruned, words):
+def test_a_run_with_other_options_does_not_resume(killed, pruned, words):
     changed = RecoveryOptions(**FAST | {"steps": STEPS, "save_every": 3, "balance": 0.2})
     with pytest.raises(CoverageError, match=r"another run \(balance 0\.1, now 0\.2\)"):
         finetune(pruned, [words], killed, changed)
@@ -75,7 +75,7 @@ def test_another_run_does_not_resume_from_it(killed, pruned, words):
         finetune(pruned, cycles(seed=3), killed, changed.model_copy(update={"balance": 0.1}))
 
 
-def test_a_resumed_run_gives_the_same_bits(killed, pruned, words, tmp_path, capsys):
+def test_a_resumed_run_gives_a_bit_identical_result(killed, pruned, words, tmp_path, capsys):
     step = WorkFolder(killed.with_name("out.work"), {})._metadata()["step"]
     assert 0 < step < STEPS
     assert main(arguments(pruned, words, killed)) == 0
@@ -90,7 +90,7 @@ def test_a_resumed_run_gives_the_same_bits(killed, pruned, words, tmp_path, caps
     assert not killed.with_name("out.work").exists()
 
 
-def test_a_work_folder_with_other_files(pruned, text, tmp_path, fast):
+def test_a_work_folder_with_other_files_is_an_error(pruned, text, tmp_path, fast):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").touch()
     with pytest.raises(CoverageError, match="has other files"):

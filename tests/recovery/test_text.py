@@ -1,4 +1,4 @@
-"""Text becomes windows: each token once, from files and data sets alike."""
+"""Windows of text from files and data sets, which contain each token once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENTS = ["w5 w6 w7", "w8 w9", "", "w20 w21 w22 w23"]
 IDS = [5, 6, 7, 1, 8, 9, 1, 20, 21, 22, 23, 1]
 
 
-def test_documents_of_every_kind_give_the_same_windows(tokenizer, tmp_path):
+def test_all_file_formats_give_the_same_windows(tokenizer, tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text("\n".join(json.dumps({"body": document}) for document in DOCUMENTS) + "\n\n")
     files = []
@@ -63,12 +63,12 @@ def test_held_out_windows_are_not_trained_on():
     assert len(split(windows, 0.001)[1].ids_WS) == 1
 
 
-def test_a_data_set_without_the_field(tokenizer):
+def test_a_data_set_without_the_field_is_an_error(tokenizer):
     with pytest.raises(CoverageError, match="no text in 'text', only body: name the column"):
         pack(Dataset.from_dict({"body": DOCUMENTS}), tokenizer, "text", 4)
 
 
-def test_text_without_a_tokenizer():
+def test_text_without_a_tokenizer_is_an_error():
     with pytest.raises(CoverageError, match="has no tokenizer"):
         pack(Dataset.from_dict({"text": DOCUMENTS}), None, "text", 4)
 
@@ -78,6 +78,6 @@ def test_every_epoch_has_each_window_once():
     epochs = [order.at(7 * epoch, 7 * epoch + 7) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    # from any position, as in a resumed run
+    # a resumed run begins at any position
     assert Order(7, seed=3).at(5, 16) == [*epochs[0][5:], *epochs[1], *epochs[2][:2]]
     assert Order(7, seed=4).at(0, 7) != epochs[0]
