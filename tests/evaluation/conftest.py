@@ -17,7 +17,7 @@ from tests.checkpoint.runs import prune, source
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Give these tests a cache of data sets of their own."""
+    """Use a temporary cache of data sets in these tests."""
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
@@ -34,21 +34,21 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pruned(original: Path) -> Path:
-    """Ragged, blocks of 32."""
+    """A ragged checkpoint in blocks of 32."""
     prune(original, original.with_name("pruned"))
     return original.with_name("pruned")
 
 
 @pytest.fixture(scope="session")
 def four_bits(original: Path) -> Path:
-    """The same with W4A16 in groups of 32."""
+    """The pruned checkpoint in W4A16 with groups of 32."""
     prune(original, original.with_name("four_bits"), quantize=True)
     return original.with_name("four_bits")
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Callable[..., Path]:
-    """Writes JSON lines."""
+    """Function that writes a file of JSON lines."""
 
     def write(name: str, rows: Sequence[Any]) -> Path:
         path = tmp_path / f"{name}.jsonl"

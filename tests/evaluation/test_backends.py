@@ -1,4 +1,4 @@
-"""Metrics of lm-eval on our checkpoints equal those computed here from the logits of the model."""
+"""Metrics of lm-eval on our checkpoints, compared with metrics computed from the logits of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def opened(path, name):
 
 @torch.no_grad()
 def loglikelihood(model, ids, start):
-    """Log-likelihood of the tokens from ``start``, given those before."""
+    """Log-likelihood of the tokens from ``start`` on, given the tokens before."""
     logprobs_TV = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     return sum(float(logprobs_TV[t - 1, ids[t]]) for t in range(start, len(ids)))
 
@@ -56,13 +56,13 @@ def test_metrics(name, request, lines, tmp_path):
 
 
 def test_generation(pruned, lines, tmp_path):
-    """The answer to the first question is the last number of the output, that to the second is not."""
+    """The reference answer of the first question is the last number of the output, that of the second is not."""
     model, tokenizer = opened(pruned, "pruned")
     for first in range(200, 260):
         ids = tokenizer(f"Question: w{first}\nAnswer:", return_tensors="pt").input_ids
         with torch.no_grad():
             written = tokenizer.decode(model.generate(ids, max_new_tokens=256, do_sample=False)[0, ids.shape[1] :])
-        # lm-eval stops at the text of the end token, which other tokens of this vocabulary begin with
+        # lm-eval stops at the text of the end token, with which other tokens of this vocabulary begin
         if numbers := re.findall(r"\d+", written.split(tokenizer.eos_token)[0]):
             break
     rows = [{"question": f"w{first}", "answer": f"so #### {number}"} for number in (numbers[-1], "99999")]

@@ -1,4 +1,4 @@
-"""``moe-coverage eval``: a table of changes, and errors in one line before a model is opened."""
+"""``moe-coverage eval``: the table of changes, and errors, which are one line before a model is opened."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.evaluation.questions import QUIZ, TEXT
 
 @pytest.fixture
 def error_of(capsys, monkeypatch, tmp_path):
-    """Runs the command, which must end with status 2 and one line, before it opens a model or writes a file."""
-    # datasets looks for the files of a data set without data_files in the current directory, which can be large
+    """Run the command, and check that it exits with status 2 and one line before it opens a model or writes a file."""
+    # datasets searches the current directory, which can be large, for the files of a data set without data_files
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -32,7 +32,7 @@ def error_of(capsys, monkeypatch, tmp_path):
         assert main(["eval", *map(str, arguments)]) == 2
         assert sorted(tmp_path.iterdir()) == before
         err = capsys.readouterr().err
-        # datasets prints progress bars before
+        # datasets prints progress bars before the message
         message = err[err.index("moe-coverage: ") :]
         assert message.count("\n") == 1
         return message
@@ -40,14 +40,14 @@ def error_of(capsys, monkeypatch, tmp_path):
     return run
 
 
-def test_every_option_of_the_function_is_a_flag():
+def test_every_option_has_a_flag():
     command = ArgumentParser()
     add_eval(command)
     flags = {action.dest for action in command._actions}
     assert EvaluationOptions.model_fields.keys() | local_tasks.FIELDS.keys() <= flags
 
 
-def test_before_and_after(original, four_bits, lines, tmp_path, capsys):
+def test_comparison_of_two_checkpoints(original, four_bits, lines, tmp_path, capsys):
     files = ["--multiple-choice", str(lines("quiz", QUIZ)), "--text", str(lines("prose", TEXT))]
     before, after = str(tmp_path / "before.json"), str(tmp_path / "after.json")
     assert main(["eval", str(original), *files, "--output", before]) == 0
@@ -75,8 +75,11 @@ def test_before_and_after(original, four_bits, lines, tmp_path, capsys):
     assert "quiz was run with limit None (not 7) in after" in capsys.readouterr().err
 
 
-def test_unknown_names(pruned, error_of, tmp_path, monkeypatch):
-    """lm-eval has all tasks of the paper, which is checked here because reading its task files takes seconds."""
+def test_unknown_tasks(pruned, error_of, tmp_path, monkeypatch):
+    """An unknown task is an error, and lm-eval has all tasks of the paper.
+
+    Both are checked in one test, because lm-eval takes seconds to read its task files.
+    """
     found = {}
     check = Tasks._check_known
 
@@ -90,8 +93,8 @@ def test_unknown_names(pruned, error_of, tmp_path, monkeypatch):
     assert {protocol.task for protocol in TASKS.values()} <= set(found["tasks"].manager.all_tasks)
 
 
-def test_a_task_file_of_the_user(pruned, error_of, lines, tmp_path):
-    """A name in --include-path is found; a file that lm-eval cannot build is an error."""
+def test_user_defined_tasks(pruned, error_of, lines, tmp_path):
+    """Tasks in --include-path are found, and a task that lm-eval cannot build is an error."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own.yaml").write_text("task: own\ndataset_path: json\ntest_split: test\n")
     message = error_of(pruned, "--tasks", "own", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
@@ -104,7 +107,7 @@ def test_a_task_file_of_the_user(pruned, error_of, lines, tmp_path):
     )
 
 
-def test_programs_of_the_model(pruned, error_of, lines, tmp_path):
+def test_tasks_that_run_generated_programs(pruned, error_of, lines, tmp_path):
     quiz = lines("rows", QUIZ)
     config = f"""
 task: programs
@@ -124,7 +127,7 @@ doc_to_target: "{{{{answer}}}}"
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ((), "no task is given"),
         (("--limit", 0, "--text", "x"), "--limit 0 must be an integer, at least 1"),
@@ -136,11 +139,11 @@ doc_to_target: "{{{{answer}}}}"
         (("--compare", "none.json"), "none.json cannot be read"),
     ],
 )
-def test_options(pruned, error_of, tmp_path, more, words):
-    assert words in error_of(pruned, "--output", tmp_path / "out.json", *more)
+def test_invalid_options(pruned, error_of, tmp_path, more, message):
+    assert message in error_of(pruned, "--output", tmp_path / "out.json", *more)
 
 
-def test_checkpoints(pruned, error_of, lines, tmp_path):
+def test_invalid_checkpoints(pruned, error_of, lines, tmp_path):
     quiz = lines("quiz", QUIZ)
     files = ("--multiple-choice", quiz, "--output", tmp_path / "out.json")
     assert "is not a model directory or hub name" in error_of(tmp_path / "none", *files)
@@ -152,7 +155,7 @@ def test_checkpoints(pruned, error_of, lines, tmp_path):
 
 
 def test_a_file_that_cannot_be_written(pruned, error_of, lines, tmp_path):
-    """Found before the evaluation, also for root, which ignores permissions."""
+    """Such a file is an error before the evaluation, also for root, which ignores permissions."""
     quiz = lines("quiz", QUIZ)
     for place, where in ((Path("/proc/deep/out.json"), "/proc"), (quiz / "deep" / "out.json", quiz)):
         message = error_of(pruned, "--multiple-choice", quiz, "--output", place)
@@ -160,7 +163,7 @@ def test_a_file_that_cannot_be_written(pruned, error_of, lines, tmp_path):
     assert "cannot be read" in error_of(pruned, "--multiple-choice", quiz, "--output", tmp_path)
 
 
-def test_a_missing_lm_eval(pruned, error_of, tmp_path, monkeypatch):
+def test_missing_lm_eval_is_an_error(pruned, error_of, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     message = error_of(pruned, "--tasks", "arc_easy", "--output", tmp_path / "out.json")

@@ -25,7 +25,7 @@ def test_every_template_has_its_fields():
         assert used == fields.keys()
 
 
-def test_fields_by_other_names(lines):
+def test_fields_with_other_names(lines):
     rows = [{"query": row["question"], "choices": row["choices"], "gold": row["answer"]} for row in QUIZ]
     task, docs = documents(LocalTask("multiple_choice", lines("quiz", rows), {"question": "query", "answer": "gold"}))
     assert [task.doc_to_text(doc) for doc in docs] == [row["question"] for row in QUIZ]
@@ -48,7 +48,7 @@ def test_choices_are_not_changed(lines):
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         (
             {"query": "w5", "choices": ["a", "b"], "answer": 0},
@@ -63,12 +63,12 @@ def test_choices_are_not_changed(lines):
         (["w5"], "line 2 is not a JSON object"),
     ],
 )
-def test_a_bad_line(lines, row, words):
-    with pytest.raises(CoverageError, match=words):
+def test_invalid_lines_are_errors(lines, row, message):
+    with pytest.raises(CoverageError, match=message):
         LocalTask("multiple_choice", lines("quiz", [QUIZ[0], row])).config()
 
 
-def test_bad_files(tmp_path):
+def test_unreadable_files_are_errors(tmp_path):
     with pytest.raises(CoverageError, match="cannot be read"):
         LocalTask("text", tmp_path / "none.jsonl").config()
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -82,7 +82,7 @@ def test_bad_files(tmp_path):
         LocalTask("text", tmp_path / "binary.jsonl").config()
 
 
-def test_unknown_kinds_and_fields(tmp_path):
+def test_unknown_kinds_and_fields_are_errors(tmp_path):
     with pytest.raises(CoverageError, match="no tasks of kind 'essay', only multiple_choice"):
         LocalTask("essay", tmp_path)
     with pytest.raises(CoverageError, match="no field 'choice', only question, choices, answer"):

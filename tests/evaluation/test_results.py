@@ -1,4 +1,4 @@
-"""Results are stored after each task, and not mixed with those of another checkpoint, other settings or data."""
+"""Results are stored after each task, and not mixed with those of other checkpoints, settings or data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prose(lines):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Fails if a model is opened."""
+    """Function after whose call opening a model fails."""
 
     def fail(*_):
         raise AssertionError("a model was opened")
@@ -34,18 +34,18 @@ def no_model(monkeypatch):
 
 
 def test_an_interrupted_run_continues(pruned, quiz, prose, tmp_path, monkeypatch, no_model):
-    """Killed in the second task: the file has the first one, and the next run computes the second one only."""
+    """If a run is interrupted in the second task, the file has the first, and the next run computes the second."""
     output = tmp_path / "found.json"
     original = run._run
     ran = []
 
-    def dies(unit, *others):
+    def interrupted(unit, *others):
         ran.append(unit.name)
         if len(ran) == 2:
             raise KeyboardInterrupt
         return original(unit, *others)
 
-    monkeypatch.setattr(run, "_run", dies)
+    monkeypatch.setattr(run, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(str(pruned), [], output, local=[quiz, prose])
     first = json.loads(output.read_text())["tasks"]
@@ -69,8 +69,8 @@ def test_an_interrupted_run_continues(pruned, quiz, prose, tmp_path, monkeypatch
     assert Results.read(output) == written
 
 
-def test_another_checkpoint(pruned, quiz, tmp_path, no_model):
-    """A single weight differs; name, size and config are equal."""
+def test_results_of_another_checkpoint_are_an_error(pruned, quiz, tmp_path, no_model):
+    """The checkpoints differ in one weight, and have equal sizes and configurations."""
     copy, output = shutil.copytree(pruned, tmp_path / "copy"), tmp_path / "found.json"
     Results.of(str(pruned), pruned).write(output)
     assert Results.of(str(copy), copy).fingerprint == Results.read(output).fingerprint
@@ -84,7 +84,7 @@ def test_another_checkpoint(pruned, quiz, tmp_path, no_model):
 
 
 @pytest.mark.parametrize("written", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "tasks": {}}'])
-def test_files_without_results(tmp_path, written):
+def test_files_without_results_are_errors(tmp_path, written):
     (tmp_path / "found.json").write_text(written)
     with pytest.raises(CoverageError, match=r"found\.json"):
         Results.read(tmp_path / "found.json")
