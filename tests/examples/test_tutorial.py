@@ -1,4 +1,4 @@
-"""The commands of the tutorial run unchanged except for less text, and the examples among them do what they say."""
+"""The commands of the tutorial run, on less text, and have the described results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = [
 ]
 CHANNELS = 4 * 16 * 384
 COMPARED = ("benchmarks/testbed/mini_moe", "out/pruned", "out/recovered")
-# options added to the examples, whose defaults take longer
+# options added to commands of examples, because the defaults take longer
 FEW = {
     "prune.py": "--windows 2 --window-tokens 32",
     "prune_and_quantize.py": "--windows 2 --window-tokens 32",
@@ -33,7 +33,7 @@ FEW = {
 
 
 def shortened(command: str) -> str:
-    """The same command on two windows of 32 tokens."""
+    """Change a command to use two windows of 32 tokens."""
     command = re.sub(r"--samples \d+", "--samples 2", command)
     command = re.sub(r"--sequence-length \d+", "--sequence-length 32", command)
     return command + "".join(f" {few}" for name, few in FEW.items() if f"/{name}" in command)
@@ -41,23 +41,23 @@ def shortened(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What every command of the tutorial printed, run one after the other beside the repository's folders."""
-    place = tmp_path_factory.mktemp("tutorial")
+    """Output of each command of the tutorial, run in a directory with links to folders of the repository."""
+    directory = tmp_path_factory.mktemp("tutorial")
     for folder in ("benchmarks", "examples"):
-        (place / folder).symlink_to(REPOSITORY / folder)
+        (directory / folder).symlink_to(REPOSITORY / folder)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    cache = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(place / "datasets")}
+    cache = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(directory / "datasets")}
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | cache
     outputs = {}
     for command in COMMANDS:
         line = shortened(command)
         done = subprocess.run(
-            line, shell=True, capture_output=True, text=True, cwd=place, env=environment, check=False
+            line, shell=True, capture_output=True, text=True, cwd=directory, env=environment, check=False
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         outputs[command] = done.stdout
     previous = Path.cwd()
-    os.chdir(place)
+    os.chdir(directory)
     yield outputs
     os.chdir(previous)
 
@@ -78,15 +78,15 @@ def in_four_bits(checkpoint: str) -> bool:
         return any(name.endswith("weight_packed") for name in file.keys())  # noqa: SIM118
 
 
-def test_every_example_of_the_compressing_half_is_in_it() -> None:
-    """``make demo`` runs ``demo.py``, and the tests of the serving half run the examples that need vLLM."""
+def test_the_tutorial_has_all_examples_of_the_compressing_half() -> None:
+    """Other examples are run elsewhere: ``demo.py`` by ``make demo``, those with vLLM by tests of the serving half."""
     others = {"demo.py", "generate.py", "serve_and_query.py"}
     examples = {path.name for path in (REPOSITORY / "examples").glob("*.py")} - others
     assert examples == {name for name in examples if any(f"examples/{name}" in command for command in COMMANDS)}
     assert "examples/serve_and_query.py" in TUTORIAL
 
 
-def test_files_that_it_names_exist() -> None:
+def test_files_named_in_the_tutorial_exist() -> None:
     for file in re.findall(r"`((?:docs|examples|benchmarks|recipes)/[\w./]+)`", TUTORIAL):
         assert (REPOSITORY / file).exists(), file
 
@@ -99,10 +99,10 @@ def test_the_first_command_prunes_and_quantizes(printed: dict[str, str]) -> None
     assert (Path("out/first") / "moe_coverage_report" / "index.html").is_file()
 
 
-def test_what_the_tutorial_says_to_look_for_is_shown(printed: dict[str, str]) -> None:
+def test_inspect_shows_the_described_lines(printed: dict[str, str]) -> None:
     shown = output(printed, "inspect")
-    for words in ("kept", "coverage", "removed", "fewest tokens", "tensor parallel", "18,432 of 24,576 kept (75.0 %)"):
-        assert words in shown
+    for text in ("kept", "coverage", "removed", "fewest tokens", "tensor parallel", "18,432 of 24,576 kept (75.0 %)"):
+        assert text in shown
 
 
 def test_plans_of_another_size(printed: dict[str, str]) -> None:
@@ -111,20 +111,20 @@ def test_plans_of_another_size(printed: dict[str, str]) -> None:
     assert all("12,288 of 24,576 kept (50.0 %)" in text for text in plans)
 
 
-def test_pruning_alone(printed: dict[str, str]) -> None:
+def test_pruning_without_quantization(printed: dict[str, str]) -> None:
     assert "model.layers.3.mlp.experts: " in output(printed, "/prune.py")
     assert kept("out/pruned") == CHANNELS * 3 // 4
     assert not in_four_bits("out/pruned")
 
 
-def test_pruning_and_four_bits(printed: dict[str, str]) -> None:
+def test_pruning_with_quantization_to_four_bits(printed: dict[str, str]) -> None:
     assert "20.79 MiB became 5.77 (27.7%)" in output(printed, "/prune_and_quantize.py")
     assert kept("out/pruned_q4") == CHANNELS * 3 // 4
     assert in_four_bits("out/pruned_q4")
 
 
-def test_scores_of_ones_own_decide(printed: dict[str, str]) -> None:
-    """The plan keeps the best blocks by these scores, and the file says by which rule they were computed."""
+def test_user_defined_scores_determine_the_plan(printed: dict[str, str]) -> None:
+    """The plan keeps the blocks with the best user-defined scores, and the file describes how they were computed."""
     assert "Wrote out/own.scores.safetensors" in output(printed, "/own_scores.py")
     own, provenance = load_scores("out/own.scores.safetensors")
     measured, _ = load_scores("out/own.measured.safetensors")
@@ -139,7 +139,7 @@ def test_scores_of_ones_own_decide(printed: dict[str, str]) -> None:
     assert list(manifest.widths.values()) == widths.tolist()
 
 
-def test_fine_tuning_keeps_widths_and_loses_less(printed: dict[str, str]) -> None:
+def test_fine_tuning_keeps_widths_and_reduces_the_loss(printed: dict[str, str]) -> None:
     printed_losses = re.search(r"Held-out loss ([\d.]+), after 4 steps ([\d.]+)", output(printed, "/fine_tune.py"))
     assert printed_losses is not None
     assert float(printed_losses[2]) < float(printed_losses[1])
@@ -150,7 +150,7 @@ def test_fine_tuning_keeps_widths_and_loses_less(printed: dict[str, str]) -> Non
     assert (Path("out/recovered") / "moe_coverage_recovery.jsonl").is_file()
 
 
-def test_evaluation_compares_bytes_text_and_answers(printed: dict[str, str]) -> None:
+def test_evaluation_compares_bytes_and_metrics(printed: dict[str, str]) -> None:
     table = [re.split(r"  +", line.strip()) for line in output(printed, "/evaluate.py").splitlines()]
     (header,) = [index for index, row in enumerate(table) if row[0] == "task"]
     assert table[header] == ["task", "mini_moe", "pruned", "change", "recovered", "change"]
