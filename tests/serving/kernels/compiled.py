@@ -1,9 +1,10 @@
-"""Compiles kernels for cards that are not present; a program because the tests' own process interprets kernels.
+"""Compiles kernels for cards that are not present.
 
     python -m tests.serving.kernels.compiled
 
-prints a JSON object: ``code``, the TTGIR (Triton's last representation before LLVM) of each kernel by name, and
-``shared``, see ``shared_memory_on_small_cards``.
+It is a program because the process of the tests interprets kernels. It prints a JSON object with ``code``, the TTGIR
+(Triton's last representation before LLVM) of each kernel by name, and ``shared``, the result of
+``shared_memory_on_small_cards``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def compiled(
     has_zero_point: bool = False,
     target: GPUTarget = HOPPER,
 ) -> Any:
-    """The kernel for bfloat16 hidden states and outputs; with 8 bits, both factors of products are 8-bit floats."""
+    """Compile a kernel for bfloat16 hidden states and outputs; with 8 bits, both operands of dots are 8-bit floats."""
     constants = {
         "BITS": bits,
         "GROUP_SIZE": GROUP_SIZE if bits == 4 else 0,
@@ -85,7 +86,7 @@ def compiled(
 
 
 def tiled_kernels(bits: int, shared: int = LARGE_SHARED_MEMORY) -> Iterator[tuple[Any, int, Tiles]]:
-    """Kernels of all plans that use ``tl.dot``, with pairs per tile and tile sizes, each once."""
+    """Yield the kernels of all plans that use ``tl.dot``, with pairs per tile and tile sizes, without repetition."""
     found = [
         (kernel, plan.block_m, tiles)
         for plan in all_plans(bits, shared=shared)
@@ -96,11 +97,11 @@ def tiled_kernels(bits: int, shared: int = LARGE_SHARED_MEMORY) -> Iterator[tupl
 
 
 def shared_memory_on_small_cards() -> int:
-    """The most bytes of shared memory that a kernel needs, of the plans for cards that have little."""
+    """Return the largest shared memory in bytes that a kernel needs with the plans for cards with little of it."""
     needed = []
     for bits, target in ((16, SMALL), (4, SMALL), (8, SMALL_FLOAT8)):
         kernels = list(tiled_kernels(bits, SMALL_SHARED_MEMORY))
-        # only those whose pipelines hold most elements
+        # only the kernels with most elements in their pipelines, which need most shared memory
         for kernel, block_m, tiles in sorted(kernels, key=_elements)[-4:]:
             needed.append(compiled(kernel, bits, block_m, tiles, target=target).metadata.shared)
     return max(needed)
@@ -113,7 +114,7 @@ def _elements(each: tuple[Any, int, Tiles]) -> int:
 
 
 def main() -> None:
-    """Compile the kernels of all plans that use ``tl.dot``, and one with the routing weight on its input."""
+    """Compile the kernels of all plans that use ``tl.dot``, and one that applies the routing weight to its input."""
     found = {}
     for bits in (4, 8, 16):
         # the operands of 8-bit dot products are in shared memory with all plans, so the largest plan is enough

@@ -1,4 +1,4 @@
-"""Kernels are tested on a GPU if there is one, else in Triton's interpreter."""
+"""Fixtures that run kernels on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads this when kernels are defined, so it is set before any import of them
+    # Triton reads this when kernels are defined, so it is set before they are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 UNINITIALIZED = 2**30
-"""An integer that is out of range for every index."""
+"""An integer that is out of range for all indices."""
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialized memory with NaN or with invalid indices, so that reading it shows up in results."""
+    """Fill uninitialized memory with NaN or invalid indices, so that reading it changes results."""
 
     def poisoned(allocate):
         def allocate_and_fill(*args, **kwargs):

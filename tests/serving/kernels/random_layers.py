@@ -18,7 +18,7 @@ TOP_K = 2
 GUARD = 4096
 """Elements before and after each tensor of weights."""
 
-# Both values of every constant that changes what a kernel computes, in sizes that the interpreter can run.
+# together, the plans have both values of every constant of kernels, in sizes that the interpreter can run
 PLANS = {
     "decode": LaunchPlan("decode", Tiles(64, 64), Tiles(64, 64, num_stages=1)),
     "decode-wide": LaunchPlan("decode", Tiles(64, 32), Tiles(16, 128)),
@@ -31,7 +31,9 @@ PLANS = {
 DECODE = PLANS["decode"]
 TILED = PLANS["tiled-swap"]
 
-UNALIGNED = [40, 0, 200, 33, 1]  # a removed expert, one of a single channel, and widths without a common divisor
+UNALIGNED = [40, 0, 200, 33, 1]
+"""Widths without a common divisor, including a removed expert and one of a single channel."""
+
 SCHEMES = {
     "plain": (ExpertScheme(), UNALIGNED, 96),
     "plain-aligned": (ExpertScheme(), [128, 0, 256], 128),
@@ -48,18 +50,18 @@ SCHEMES = {
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy between NaN, or bytes of 255, which show up in results if a kernel reads beyond the tensor."""
+    """Copy a tensor with NaN or bytes of 255 before and after it, which change results if a kernel reads beyond it."""
     wide = torch.full((tensor.numel() + 2 * GUARD,), torch.nan if tensor.is_floating_point() else 255).to(tensor)
     wide[GUARD:-GUARD] = tensor.flatten()
     return wide[GUARD:-GUARD].view(tensor.shape)
 
 
 class RandomLayer:
-    """One rank's part of random experts, on the device.
+    """The weights of random experts on one rank.
 
     Attributes:
-        experts: what the checkpoint stores of them.
-        weights: in the layout of the kernels.
+        experts: the experts as stored in a checkpoint.
+        weights: the rank's weights in the layout of the kernels.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class RandomLayer:
         activation: str = "silu",
         weight_on_input: bool = False,
     ) -> torch.Tensor:
-        """The output in float64; negative and removed experts add nothing."""
+        """Return the output in float64; negative and removed experts add nothing."""
         x_TH, weights_TK, ids_TK = x_TH.cpu(), weights_TK.cpu(), ids_TK.cpu().long()
         widths_E = torch.tensor(self.experts.widths)
         kept_TK = (ids_TK >= 0) & (widths_E[ids_TK.clamp(min=0)] > 0)
@@ -136,10 +138,11 @@ class RandomLayer:
         return 2e-2 if bits == 4 else 1e-2
 
     def assert_close(self, found_TH: torch.Tensor, expected_TH: torch.Tensor) -> None:
-        """Assert that all tokens are within the bound; with 8 bits, nine of ten, and the others within an eighth.
+        """Assert that the errors of all tokens are within the bound.
 
-        If the largest activation of a token is rounded differently, its scale differs, and so do all its 8-bit
-        values, which are an eighth apart.
+        With 8 bits, this holds for nine of ten tokens, and the error of the others is below 1/8: if the largest
+        activation of a token is rounded differently, so are its scale and all of its 8-bit values, whose relative
+        distance is 1/8.
         """
         errors_T = errors(found_TH, expected_TH)
         if self.experts.scheme.bits != 8:
@@ -150,7 +153,7 @@ class RandomLayer:
 
 
 def errors(found_TH: torch.Tensor, expected_TH: torch.Tensor) -> torch.Tensor:
-    """Errors of tokens relative to the norm of the expected output; tokens of zeros must be zeros."""
+    """Return the errors of tokens relative to the norm of the expected output; expected zeros must be exact."""
     difference_T = (found_TH.cpu().double() - expected_TH).norm(dim=-1)
     assert not difference_T.isnan().any()
     norm_T = expected_TH.norm(dim=-1)
@@ -159,5 +162,5 @@ def errors(found_TH: torch.Tensor, expected_TH: torch.Tensor) -> torch.Tensor:
 
 
 def error(found_TH: torch.Tensor, expected_TH: torch.Tensor) -> float:
-    """The largest error of a token."""
+    """Return the largest relative error of a token."""
     return float(errors(found_TH, expected_TH).max())

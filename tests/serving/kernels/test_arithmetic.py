@@ -1,4 +1,4 @@
-"""Arithmetic of the kernels, each function in a kernel of its own."""
+"""Arithmetic functions of the kernels; each is tested in a separate kernel."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_round_to_nearest_even(device: torch.device, dtype: torch.dtype) -> None
 
 
 def test_round_to_8_bits(device: torch.device) -> None:
-    """Every value, the middle between two neighbours, and numbers just above and below each middle."""
+    """Inputs are all values, the middles between adjacent values, and numbers slightly above and below each middle."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.zeros(6)])
@@ -105,7 +105,9 @@ def activation_kernel(x_ptr, y_ptr, ACTIVATION: tl.constexpr, SIZE: tl.constexpr
     tl.store(y_ptr + index, apply_activation(tl.load(x_ptr + index), ACTIVATION))
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, of exp(200) in a sigmoid that is zero
+@pytest.mark.filterwarnings(
+    "ignore:overflow"
+)  # NumPy warns about exp(200) in a sigmoid, whose result is correctly zero
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_apply_activation(device: torch.device, activation: str) -> None:
     x = torch.cat([torch.linspace(-20, 20, 254), torch.tensor([-200.0, 200.0])]).to(device)

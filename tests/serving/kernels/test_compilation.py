@@ -1,4 +1,4 @@
-"""Compilation ahead of serving: which kernels it covers."""
+"""Kernels that are compiled before serving."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.serving.kernels.random_layers import TOP_K, RandomLayer
 
 
 def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
-    """What determines the compiled kernels for one kind of layer."""
+    """Return the parameters that determine the compiled kernels for one kind of layer."""
     return plan, plan.path == "tiled" and one_kernel_step(pairs)
 
 
@@ -35,7 +35,7 @@ def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
 def test_all_numbers_of_tokens_use_kernels_compiled_ahead(
     tokens: int, top_k: int, experts: int, hidden: int, width: int, bits: int, shared: int
 ) -> None:
-    """Case 27: no request waits for a compilation, or fails in one."""
+    """Case 27: no request waits for a compilation or fails because of one."""
     ahead = {kernels(plan, each * top_k) for plan, each in plans_and_tokens(bits, 2, top_k, shared)}
     pairs = tokens * top_k
     assert kernels(choose_plan(pairs, experts, hidden, experts * hidden * width, bits, 2, shared), pairs) in ahead

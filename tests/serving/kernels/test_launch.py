@@ -1,4 +1,4 @@
-"""The forward pass against the reference in float64."""
+"""The forward pass, compared with the reference in float64."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_default_plan(device: torch.device, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 7, 130, 2600])
 @pytest.mark.parametrize("scheme", ["plain-aligned", "group-128", "group-64", "group-128-zeros", "float8-aligned"])
 def test_plans_of_the_table(device: torch.device, scheme: str, tokens: int) -> None:
-    """Every plan, with numbers of tokens for which it is chosen, and with others."""
+    """All plans are correct for all numbers of tokens, including those for which other plans are chosen."""
     layer = RandomLayer(device, scheme)
     inputs = layer.inputs(tokens)
     expected = layer.reference(*inputs)
@@ -86,7 +86,7 @@ def test_weight_on_input(device: torch.device, scheme: str, plan: str) -> None:
     layer = RandomLayer(device, scheme)
     x_TH, weights_TK, ids_TK = layer.inputs(3)
     if scheme == "float8":
-        # only for powers of two is it the same whether a value is weighted before or after rounding to 8 bits
+        # with powers of two, the result is the same whether a value is weighted before or after rounding to 8 bits
         weights_TK = torch.exp2(weights_TK.log2().round())
     found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, weight_on_input=True, plan=PLANS[plan])
     layer.assert_close(found, layer.reference(x_TH, weights_TK, ids_TK, weight_on_input=True))
@@ -99,7 +99,7 @@ def test_negative_and_removed_experts(device: torch.device, dtype: torch.dtype, 
     layer = RandomLayer(device)
     x_TH, weights_TK, _ = layer.inputs(4)
     ids_TK = torch.tensor([[-1, 3], [1, -1], [2, 1], [-1, -1]], dtype=dtype, device=device)
-    weights_TK[ids_TK < 0] = torch.nan  # weights of padding are undefined
+    weights_TK[ids_TK < 0] = torch.nan  # routing weights of padding are undefined
     found = ragged_experts(x_TH, weights_TK, ids_TK, layer.weights, plan=PLANS[plan])
     assert error(found, layer.reference(x_TH, weights_TK, ids_TK)) < layer.bound
     assert not found[1].any()
@@ -107,7 +107,7 @@ def test_negative_and_removed_experts(device: torch.device, dtype: torch.dtype, 
 
 
 @both_paths
-def test_all_tokens_choose_one_expert_twice(device: torch.device, plan: LaunchPlan) -> None:
+def test_all_slots_have_the_same_expert(device: torch.device, plan: LaunchPlan) -> None:
     layer = RandomLayer(device, "group-32")
     x_TH, weights_TK, _ = layer.inputs(9)
     ids_TK = torch.full((9, TOP_K), 2, dtype=torch.int32, device=device)
@@ -118,7 +118,7 @@ def test_all_tokens_choose_one_expert_twice(device: torch.device, plan: LaunchPl
 @both_paths
 @pytest.mark.parametrize("scheme", ["plain", "group-32", "channel", "group-32-zeros", "channel-zeros"])
 def test_outputs_of_ranks_sum_to_the_output(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
-    # of two ranks, one has no channel of an expert of a single unit, but it may have to add the expert's bias
+    # an expert of a single unit is on one of two ranks, but the other rank may have to add the expert's bias
     single = RandomLayer(device, scheme, torch.float32, bias=True)
     ranks = [RandomLayer(device, scheme, experts=single.experts, rank=rank, world_size=2) for rank in range(2)]
     x_TH, weights_TK, ids_TK = single.inputs(3)
@@ -149,7 +149,7 @@ def test_a_rank_without_channels_and_zero_points(device: torch.device, plan: Lau
 
 @both_paths
 def test_ranks_of_8_bits(device: torch.device, plan: LaunchPlan) -> None:
-    """Each rank is compared separately because it scales a token by its own channels; one expert is on one rank."""
+    """Ranks are compared separately because each computes scales from its own channels; one expert is on one rank."""
     experts = RaggedExperts([1, 0, 200], 96, ExpertScheme(8), bias=True)
     for rank in range(2):
         layer = RandomLayer(device, experts=experts, rank=rank, world_size=2)
@@ -187,7 +187,7 @@ def test_several_tiles_of_an_expert(device: torch.device, tokens: int, plan: str
 
 
 @pytest.mark.parametrize("plan", ["decode", "decode-wide", "tiled-swap", "tiled"])
-def test_runs_give_equal_bits(device: torch.device, plan: str) -> None:
+def test_results_are_bit_identical_between_runs(device: torch.device, plan: str) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(3)
     first, second = (ragged_experts(*inputs, layer.weights, plan=PLANS[plan]) for _ in range(2))

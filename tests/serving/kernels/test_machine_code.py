@@ -1,4 +1,4 @@
-"""Properties of compiled kernels; needs no card."""
+"""Properties of compiled kernels, which are tested without a card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT = re.compile(r"ttng\.warp_group_dot_wait (%\w+).*pendings = (\d+)")
 
 @pytest.fixture(scope="module")
 def output() -> dict[str, Any]:
-    """What ``compiled`` prints. It runs in another process because kernels of this one may be interpreted."""
+    """Output of ``compiled``, which runs in another process because kernels may be interpreted in this one."""
     command = [sys.executable, "-m", "tests.serving.kernels.compiled"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ def kernels(output: dict[str, Any]) -> dict[str, str]:
 
 
 def test_kernels_fit_into_small_shared_memory(output: dict[str, Any]) -> None:
-    """Cards for workstations (compute capability 8.6 and 8.9) do not start a kernel that needs more."""
+    """Workstation cards (compute capability 8.6 and 8.9) cannot start a kernel that needs more."""
     assert 64 * 1024 < output["shared"] <= SMALL_SHARED_MEMORY
 
 
@@ -54,10 +54,10 @@ def test_dots_with_operands_in_registers_are_waited_for(kernels: dict[str, str])
 
 
 def test_wait_for_dot_is_still_needed() -> None:
-    """Fails when the oldest supported vLLM changes, which decides how long the workaround is needed.
+    """This test fails when the oldest supported vLLM changes, on which the need for the workaround depends.
 
     vLLM 0.26 comes with Triton 3.6, whose ptxas for sm_90 is older than 13.3. If the new oldest vLLM comes with Triton
-    3.9 or newer, remove ``wait_for_dot`` and the test above; else write its version here.
+    3.9 or newer, remove ``wait_for_dot`` and the test above; otherwise update the version here.
     """
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = re.search(r"vllm>=([\d.]+)", " ".join(project["optional-dependencies"]["serve"]))
@@ -67,7 +67,7 @@ def test_wait_for_dot_is_still_needed() -> None:
 
 @pytest.mark.parametrize("kind", ["16 bits, 128 pairs", "8 bits, 64 pairs"])
 def test_dots_with_operands_in_shared_memory_overlap(kernels: dict[str, str], kind: str) -> None:
-    """With 16 and 8 bits, kernels are only fast if a dot product may be pending when the next one begins."""
+    """With 16 and 8 bits, kernels are fast only if a dot product can be pending when the next one begins."""
     code = next(code for name, code in kernels.items() if kind in name)
     assert {operand for _, _, operand in DOT.findall(code)} == {"!ttg.memdesc"}
     assert "pendings = 1" in code

@@ -12,7 +12,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 def assert_equal(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     (q, scale), (expected_q, expected_scale) = found, expected
     torch.testing.assert_close(scale, expected_scale.flatten(), rtol=1e-6, atol=0)
-    # a card's division may be off by one bit, and then values halfway between two 8-bit floats may go to the other
+    # the last bit of a card's division can differ, so values halfway between 8-bit floats can be rounded differently
     different = q.float() != expected_q.float()
     assert different.sum() <= 0.01 * q.numel()
     steps = (q.view(torch.uint8).int() - expected_q.view(torch.uint8).int()).abs()
@@ -38,7 +38,7 @@ def test_zeros_and_nan(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_only_channels_of_the_expert_are_quantized(device: torch.device) -> None:
-    """Pairs without an expert and those of a removed one have no channels."""
+    """Pairs without an expert and pairs of a removed expert have no channels."""
     widths_E, unit = [24, 0, 9], 16
     table_E4 = torch.tensor([[width, 0, 0, 0] for width in widths_E]).to(device)
     ids_M = torch.tensor([2, 0, -1, 1], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Sorting of pairs into tiles."""
+"""Sorting of pairs of token and slot into tiles."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def table(widths_E: list[int], device: torch.device) -> torch.Tensor:
 
 
 def route_reference(topk_ids_TK: torch.Tensor, widths_E: torch.Tensor, block_m: int, min_width: int = 1) -> Routing:
-    """What ``route`` computes, by a loop over experts; ``sorted_pairs`` ends with the last used tile."""
+    """Compute ``route`` by a loop over experts; ``sorted_pairs`` ends with the last used tile."""
     ids_M = topk_ids_TK.flatten().long()
     num_pairs, tiles = len(ids_M), []
     for expert, width in enumerate(widths_E.tolist()):
@@ -35,12 +35,12 @@ def used_tiles(found: Routing) -> int:
 
 @st.composite
 def routings(draw) -> tuple[torch.Tensor, list[int]]:
-    """Experts of tokens, including -1 and removed ones, and the widths."""
+    """Experts of tokens, including -1 and removed experts, and widths."""
     experts = draw(st.integers(1, 40))
     widths = draw(st.lists(st.sampled_from([0, 8, 640]), min_size=experts, max_size=experts))
     tokens, top_k = draw(st.integers(1, 70)), draw(st.integers(1, 8))
     seed, dtype = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([torch.int32, torch.int64]))
-    low = draw(st.sampled_from([-1, 0, experts - 1]))  # the last: all pairs to one expert
+    low = draw(st.sampled_from([-1, 0, experts - 1]))  # with the last value, all pairs have one expert
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, experts, (tokens, top_k), generator=generator).to(dtype), widths
 
@@ -74,11 +74,11 @@ def test_many_pairs(device: torch.device) -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.sampled_from([1, 16, 64]))
-def test_max_tiles_is_the_least_bound(counts: list[int], block_m: int) -> None:
+def test_max_tiles_is_the_smallest_upper_bound(counts: list[int], block_m: int) -> None:
     pairs, experts = sum(counts), len(counts)
     bound = max_tiles(pairs, experts, block_m)
     assert sum(-(-count // block_m) for count in counts) <= bound
-    # the worst case: one pair for each expert, all others for one of them
+    # in the worst case, each expert has one pair, and one of them has all others
     first_tiles = min(pairs, experts)
     assert bound == (first_tiles - 1 - (-(pairs - first_tiles + 1) // block_m) if pairs else 0)
 

@@ -1,4 +1,4 @@
-"""Which launch plans are chosen."""
+"""Choice of launch plans."""
 
 import pytest
 
@@ -27,13 +27,13 @@ def test_tile_sizes_are_valid(itemsize: int, bits: int, shape: tuple[int, int, i
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_few_pairs_are_decoded(bits: int) -> None:
+def test_few_pairs_use_the_decode_path(bits: int) -> None:
     assert chosen(QWEN3, 1, bits).path == "decode"
     assert chosen(QWEN3, 65536, bits).path == "tiled"
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_fewer_pairs_of_large_experts_are_decoded(bits: int) -> None:
+def test_large_experts_use_the_decode_path_for_fewer_pairs(bits: int) -> None:
     few = [pairs for pairs in range(1, 65) if chosen(QWEN3, pairs, bits).path == "decode"]
     fewer = [pairs for pairs in range(1, 65) if chosen(DEEPSEEK_V3, pairs, bits).path == "decode"]
     assert few == list(range(1, 33))
@@ -44,6 +44,6 @@ def test_fewer_pairs_of_large_experts_are_decoded(bits: int) -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("pairs", [4, 32, 64])
 def test_few_large_experts_fill_a_card(pairs: int, bits: int) -> None:
-    """With fewer programs, a third of the card's multiprocessors, or of their capacity, is idle."""
+    """With fewer programs, a third of the card's multiprocessors or of their capacity is not used."""
     experts, hidden, _ = MIXTRAL
     assert hidden // chosen(MIXTRAL, pairs, bits).down.block_n * min(pairs, experts) >= 256

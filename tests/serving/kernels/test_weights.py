@@ -13,7 +13,7 @@ from tests.serving.kernels.random_layers import RandomLayer
 
 
 def unpack(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Signed values of ``repack_int4``, one by one, as its docstring describes the layout."""
+    """Unpack signed values one by one, by the layout in the docstring of ``repack_int4``."""
     values = torch.empty(rows, columns, dtype=torch.int8)
     flat = packed.flatten().tolist()
     chunks = packed.shape[1]
@@ -36,7 +36,7 @@ def test_repacking_keeps_every_value(rows: int, columns: int, seed: int) -> None
     packed = repack_int4(pack_to_int32(values, num_bits=4), columns)
     assert packed.shape == (-(-rows // 16) * 2, -(-columns // 32), 8, 16)
     assert torch.equal(unpack(packed, rows, columns), values)
-    # padding is zero
+    # padding has the value 0, which is stored as 8
     assert int((packed & 0xF).long().sum() + (packed >> 4).long().sum()) == int(
         (values.long() + 8).sum() + 8 * (2 * packed.numel() - rows * columns)
     )
