@@ -1,10 +1,10 @@
-"""Checks that other packages still have the names that we use, and that their functions take what we pass.
+"""Checks that other packages still have the names that we use, and that their functions accept our arguments.
 
     python -m tests.drift.check                              installed packages
-    python -m tests.drift.check --sources vllm=/unpacked     a package that is not installed, by its files alone
+    python -m tests.drift.check --sources vllm=/unpacked     a package that is not installed, by its files
 
-The packages are llm-compressor, vLLM, compressed-tensors and transformers; none is imported. Exit status 1 if anything
-moved.
+The packages are llm-compressor, vLLM, compressed-tensors and transformers; they are not imported. The exit status is 1
+if a name moved or a signature changed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Check:
     """Compares one half of a package with the sources of a toolkit.
 
     Args:
-        base_names: classes of ours that are bases of others of ours, and so may lack abstract methods.
+        sources: sources of both packages.
+        base_names: names of our classes that are bases of other classes of ours, and so may lack abstract methods.
 
     Attributes:
-        moved: one line for each name that is missing or takes something else.
-        unknown: what could not be decided, because a base class is built at run time or is missing.
-        counts: how many names were checked, by kind.
+        moved: one line for each name that is missing or whose signature does not fit.
+        unknown: one line for each use that cannot be checked, because a base class is built at run time or is missing.
+        counts: number of checked names by kind.
     """
 
     def __init__(self, sources: Sources, base_names: frozenset[str]) -> None:
@@ -47,7 +48,7 @@ class Check:
         self._place = ""
 
     def module(self, module: str) -> None:
-        """Check everything that a module of ours uses."""
+        """Check all names of other packages that one of our modules uses."""
         tree = self.sources.tree(module)
         self._place = module
         for node in ast.walk(tree):
@@ -97,7 +98,7 @@ class Check:
         self._expect("attributes", bool(found), node.lineno, f"{names} has no {node.attr}")
 
     def _is_theirs(self, definition: Definition) -> bool:
-        """Whether something is theirs, or a class of ours with a base of theirs."""
+        """Whether a definition is theirs, or a class of ours that inherits from theirs."""
         if isinstance(definition.node, ast.ClassDef):
             return any(each.package in THEIRS for each in self.sources.mro(definition)[0])
         return definition.package in THEIRS
@@ -113,12 +114,12 @@ class Check:
             self.unknown.append(f"{self._place}:{node.lineno}: {ast.unparse(node.func)}")
         if not called or None in signatures:
             return
-        reasons = [refusal(signature, node) for signature in signatures if signature is not None]
+        reasons = [mismatch(signature, node) for signature in signatures if signature is not None]
         names = " or ".join(each.definition.path for each in called)
         self._expect("calls", None in reasons, node.lineno, f"{names} {reasons[0]}")
 
     def _class(self, cls: Definition) -> None:
-        """Compare methods of a class of ours with those of its bases of theirs."""
+        """Compare the methods of one of our classes with those of its bases in other packages."""
         bases = [each for each in self.sources.mro(cls)[0][1:] if each.package in THEIRS]
         if not bases:
             return
@@ -172,13 +173,13 @@ class Check:
 
 
 def texts(node: ast.AST) -> set[str]:
-    """Strings and attribute names within a function."""
+    """Return the strings and attribute names in a function."""
     strings = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     return strings | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
-def refusal(signature: Signature, call: ast.Call) -> str | None:
-    """Why a call does not fit; ``None`` if it does."""
+def mismatch(signature: Signature, call: ast.Call) -> str | None:
+    """Describe why a call does not fit a signature; ``None`` if it fits."""
     keywords = {each.arg for each in call.keywords if each.arg is not None}
     if not signature.any_keyword and (unknown := sorted(keywords - signature.keywords)):
         return f"takes no {', '.join(unknown)}"
@@ -192,7 +193,7 @@ def refusal(signature: Signature, call: ast.Call) -> str | None:
 
 
 def incompatible(ours: Signature, theirs: Signature) -> str | None:
-    """Why a function of ours cannot be called like theirs; ``None`` if it can."""
+    """Describe why our function cannot be called like theirs; ``None`` if it can."""
     for index, name in enumerate(theirs.positional):
         own = ours.positional[index] if index < len(ours.positional) else None
         if own != name and not (own is None and ours.any_positional and (name in ours.keywords or ours.any_keyword)):
@@ -207,7 +208,7 @@ def incompatible(ours: Signature, theirs: Signature) -> str | None:
 
 
 def check_half(sources: Sources, toolkit: str, package: Path = PACKAGE) -> Check:
-    """Check what our half for ``toolkit`` uses: ``serving`` for vLLM, everything else for llm-compressor."""
+    """Check the half of our package for ``toolkit``: ``serving`` for vLLM, all other modules for llm-compressor."""
     half = [
         ".".join(file.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for file in sorted(package.rglob("*.py"))
@@ -215,7 +216,7 @@ def check_half(sources: Sources, toolkit: str, package: Path = PACKAGE) -> Check
     ]
     classes = [node for module in half for node in ast.walk(sources.tree(module)) if isinstance(node, ast.ClassDef)]
     check = Check(sources, frozenset(ast.unparse(base) for node in classes for base in node.bases))
-    # syntax trees are millions of objects that stay in use, and the collector would take half of the time
+    # syntax trees are millions of objects that remain in use, so garbage collection would take half of the time
     gc.disable()
     try:
         for module in half:
@@ -230,12 +231,12 @@ def check_half(sources: Sources, toolkit: str, package: Path = PACKAGE) -> Check
 
 
 def open_sources(given: dict[str, Path]) -> Sources:
-    """Sources of this package, of the given packages, and of installed ones."""
+    """Open the sources of this package, of the given packages, and of installed packages."""
     return Sources({PACKAGE.name: PACKAGE, **given})
 
 
 def given_sources(text: str) -> tuple[str, Path]:
-    """Parse ``vllm=/unpacked``, a package's directory or the one that contains it."""
+    """Parse ``vllm=/unpacked``, where the directory is that of the package or its parent."""
     package, _, directory = text.partition("=")
     path = Path(directory) / package if (Path(directory) / package).is_dir() else Path(directory)
     if package not in THEIRS or not (path / "__init__.py").is_file():

@@ -1,4 +1,4 @@
-"""Infers types of values in a function, as far as needed to find whose attributes are read and called."""
+"""Infers the types of values in functions, to find the classes whose attributes are read and called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from .sources import DEFINITIONS, Definition, Function, Signature, Sources, deco
 
 @dataclass(frozen=True)
 class Value:
-    """A definition, or, with ``instance``, an instance of a class.
+    """A definition, or an instance of a class.
 
     Attributes:
+        definition: the definition.
+        instance: whether the value is an instance of the class.
         bound: whether the first parameter of a function is given, as by ``object.method``.
-        inherited: of a class, look at its bases only, as ``super()`` does.
+        inherited: whether attributes are looked up only in the bases of a class, as by ``super()``.
     """
 
     definition: Definition
@@ -25,11 +27,13 @@ class Value:
 
 @dataclass
 class Scope:
-    """The names of a function, each with its possible values; names that are not listed are the module's.
+    """The names in a function with their possible values; other names are those of the module.
 
     Attributes:
-        owner: the class whose method the function is.
-        narrowed: what ``isinstance`` says a name is, from one line to another.
+        module: the module of the function.
+        owner: the class of which the function is a method.
+        names: possible values by name.
+        narrowed: name, first line, last line and value of each ``isinstance`` check.
     """
 
     module: str
@@ -46,7 +50,7 @@ class Inference:
         self._pending: set[int] = set()
 
     def function(self, node: Function, outer: Scope) -> Scope:
-        """The scope of a function or method."""
+        """Return the scope of a function or method."""
         scope = Scope(outer.module, outer.owner, dict(outer.names), list(outer.narrowed))
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for parameter in parameters:
@@ -72,14 +76,14 @@ class Inference:
                 case ast.Call(func=ast.Name("isinstance"), args=[ast.Name(name), classes]):
                     first, last = each.lineno, float("inf")
                     if isinstance(node, ast.If):
-                        # "if not isinstance(...)" leaves the function or loop, so what follows is such an instance
+                        # "if not isinstance(...)" leaves the function or loop, so the value is an instance afterwards
                         leaves = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
                         first, last = (node.body[-1].end_lineno, last) if leaves else (first, node.body[-1].end_lineno)
                     for value in self.values(classes, scope):
                         scope.narrowed.append((name, first, last, Value(value.definition, instance=True)))
 
     def annotated(self, annotation: ast.expr | None, module: str) -> list[Value]:
-        """Instances of the classes that an annotation names."""
+        """Return instances of the classes in an annotation."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             return self.annotated(ast.parse(annotation.value, mode="eval").body, module)
         if isinstance(annotation, ast.BinOp):
@@ -92,8 +96,8 @@ class Inference:
         return [Value(found, instance=True)] if found is not None and isinstance(found.node, ast.ClassDef) else []
 
     def values(self, node: ast.expr, scope: Scope) -> list[Value]:
-        """What an expression may evaluate to; empty: unknown."""
-        # a value that is computed from itself
+        """Return the possible values of an expression; empty if they are unknown."""
+        # the value depends on itself
         if id(node) in self._pending:
             return []
         self._pending.add(id(node))
@@ -124,7 +128,7 @@ class Inference:
         return []
 
     def find_attribute(self, base: Value, name: str) -> Definition | None:
-        """Where an attribute of a value is defined."""
+        """Find the definition of an attribute of a value."""
         definition = base.definition
         if isinstance(definition.node, ast.Module):
             return self.sources.lookup(definition.path, name)
@@ -136,7 +140,7 @@ class Inference:
         return next((found for cls in above if (found := self.sources.member(cls, name)) is not None), None)
 
     def attribute(self, base: Value, name: str) -> list[Value]:
-        """Values of an attribute."""
+        """Return the possible values of an attribute."""
         found = self.find_attribute(base, name)
         if found is None or not isinstance(found.node, Function):
             return self._read(found, base.definition if isinstance(base.definition.node, ast.ClassDef) else None)
@@ -156,7 +160,7 @@ class Inference:
         return [Value(found)] if isinstance(found.node, (ast.Module, *DEFINITIONS)) else []
 
     def _scope_of(self, found: Definition, owner: Definition | None) -> Scope:
-        """The names that an assignment to ``self`` sees: those of the constructor's parameters."""
+        """Return the scope of an assignment to ``self``: the parameters of the method that contains it."""
         scope = Scope(found.module, owner)
         if owner is None:
             return scope
@@ -176,7 +180,7 @@ class Inference:
         return []
 
     def signature(self, called: Value) -> Signature | None:
-        """Parameters of a function or class; ``None`` if they are unknown."""
+        """Return the parameters of a function or class; ``None`` if they are unknown."""
         node = called.definition.node
         if isinstance(node, Function):
             return Signature.of(node, bound=int(called.bound))

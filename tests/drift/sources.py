@@ -1,4 +1,4 @@
-"""Finds definitions in the source files of packages, without importing them; they need not be installed."""
+"""Finds definitions in the source files of packages, which are not imported and need not be installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A module, class, function or assignment, and where it is.
+    """A module, class, function or assignment.
 
     Attributes:
-        path: ``package.module.Class.method``.
-        module: the module that holds it, in whose names it is to be read.
+        path: dotted path, ``package.module.Class.method``.
+        module: the module that contains it, whose names it uses.
+        node: its syntax tree.
     """
 
     path: str
@@ -44,7 +45,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Function, bound: int = 0) -> Signature:
-        """Signature of a function whose first ``bound`` parameters are given already."""
+        """Return the signature of a function whose first ``bound`` parameters are given."""
         given = function.args
         positional = [*given.posonlyargs, *given.args]
         optional = {each.arg for each in positional[len(positional) - len(given.defaults) :]}
@@ -61,13 +62,13 @@ class Signature:
 
 
 def decorators(node: Function | ast.ClassDef) -> set[str]:
-    """Last parts of the names of a definition's decorators: ``setter`` for ``@x.setter``."""
+    """Return the last parts of the names of decorators, for example ``setter`` for ``@x.setter``."""
     called = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
     return {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in called}
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """What is written in a module, class or function, without the insides of functions and classes in it."""
+    """Yield the nodes of a module, class or function, without the bodies of functions and classes in it."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, DEFINITIONS):
@@ -75,7 +76,7 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def bound_names(node: ast.AST) -> Iterator[str]:
-    """Names that a definition, import or assignment binds."""
+    """Yield the names that a definition, import or assignment binds."""
     if isinstance(node, DEFINITIONS):
         yield node.name
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -90,20 +91,20 @@ def targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 
 class Sources:
-    """Packages as trees of files: the given ones, and all others that this interpreter can import.
+    """Source files of packages: the given ones, and all others that this interpreter can import.
 
     Args:
-        roots: directory of each package that is not to be taken from the installed ones.
+        roots: directories of packages to use instead of the installed ones.
     """
 
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self._roots = dict(roots)
-        # instances exist as long as a check, so caches that they own need no limit
+        # an instance exists for one check, so its caches need no limit
         self.text, self.tree, self.bindings = cache(self.text), cache(self.tree), cache(self.bindings)
         self.lookup, self.mro, self.member = cache(self.lookup), cache(self.mro), cache(self.member)
 
     def root(self, package: str) -> Path | None:
-        """Directory of a package, or file of a module that is none."""
+        """Return the directory of a package, or the file of a module that is not a package."""
         if package not in self._roots and (spec := find_spec(package)) is not None:
             # frozen modules of the standard library have no origin
             origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
@@ -112,7 +113,7 @@ class Sources:
         return self._roots.get(package)
 
     def version(self, package: str) -> str:
-        """Version in the name of the metadata beside a package or in its ``_version.py``."""
+        """Return the version from the name of the metadata directory or from ``_version.py``."""
         root = self.root(package)
         assert root is not None, f"{package} was found"
         for path in root.parent.glob("*.dist-info"):
@@ -123,7 +124,7 @@ class Sources:
         return match[1] if match else "unknown"
 
     def file(self, module: str) -> Path | None:
-        """The file of a module."""
+        """Return the file of a module."""
         package, *rest = module.split(".")
         if (root := self.root(package)) is None or root.suffix == ".py":
             return root if not rest else None
@@ -161,7 +162,7 @@ class Sources:
         return ".".join([*above, *([node.module] if node.module else [])])
 
     def find(self, path: str) -> Definition | None:
-        """The definition behind a dotted path, members of classes included."""
+        """Find the definition of a dotted path, which may include members of classes."""
         parts = path.split(".")
         count = next((n for n in range(len(parts), 0, -1) if self.file(".".join(parts[:n]))), 0)
         if not count:
@@ -175,18 +176,18 @@ class Sources:
         return found
 
     def inner(self, outer: Definition, name: str) -> Definition | None:
-        """A member of a class, or a function defined in a function."""
+        """Find a member of a class, or a function inside a function."""
         if isinstance(outer.node, ast.ClassDef):
             return self.member(outer, name)
         inside = (each for each in ast.walk(outer.node) if isinstance(each, Function) and each.name == name)
         return next((Definition(f"{outer.path}.{name}", outer.module, each) for each in inside), None)
 
     def lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
-        """The definition behind a name of a module, through re-exports."""
+        """Find the definition of a name in a module, through re-exports."""
         if (module, name) in seen or self.file(module) is None:
             return None
         seen |= {(module, name)}
-        # most files behind the star imports of a large package need not be parsed
+        # files that contain neither the name nor a star import need not be parsed
         named = any(word in self.text(module) for word in (name, "import *"))
         bindings = self.bindings(module) if named else {}
         for node in bindings.get(name, ()):
@@ -204,7 +205,7 @@ class Sources:
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
             source = self.absolute(module, node)
-            # a package may import its own submodule, which its names do not bind otherwise
+            # the imported name can be a submodule of the package, which is not bound in its file
             return self.lookup(source, original, seen) or self._submodule(source, original)
         if isinstance(node, ast.Import):
             alias = next(each for each in node.names if name in (each.asname, each.name.partition(".")[0]))
@@ -218,7 +219,7 @@ class Sources:
         return Definition(path, path, self.tree(path)) if self.file(path) is not None else None
 
     def mro(self, cls: Definition) -> tuple[tuple[Definition, ...], bool]:
-        """A class and all its bases, depth first, and whether all of them were found."""
+        """Return a class and all its bases, depth first, and whether all bases were found."""
         assert isinstance(cls.node, ast.ClassDef)
         classes, complete = {cls.path: cls}, True
         for base in cls.node.bases:
@@ -233,7 +234,7 @@ class Sources:
         return tuple(classes.values()), complete
 
     def named(self, module: str, dotted: str) -> Definition | None:
-        """The definition behind a dotted name in a module."""
+        """Find the definition of a dotted name in a module."""
         first, *rest = dotted.split(".")
         found = self.lookup(module, first)
         for part in rest:
@@ -243,14 +244,14 @@ class Sources:
         return found
 
     def member(self, cls: Definition, name: str) -> Definition | None:
-        """A method, field or attribute of a class or its bases."""
+        """Find a method, field or attribute of a class or its bases."""
         for each in self.mro(cls)[0]:
             if nodes := class_bindings(each.node).get(name):
                 return Definition(f"{each.path}.{name}", each.module, nodes[0])
         return None
 
     def constructor(self, cls: Definition) -> Signature | None:
-        """Parameters of a class; ``None`` if some of its bases were not found."""
+        """Return the parameters of a class; ``None`` if some of its bases were not found."""
         classes, complete = self.mro(cls)
         for each in classes:
             own = [node for node in class_bindings(each.node).get("__init__", ()) if isinstance(node, Function)]
@@ -267,7 +268,7 @@ def is_overload(node: ast.AST) -> bool:
 
 @cache
 def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
-    """Statements that bind each member of a class, by its body or through ``self`` in its methods."""
+    """Return the statements that bind each member of a class, in its body or by ``self`` in its methods."""
     names: dict[str, list[ast.AST]] = {}
     for each in own_nodes(node):
         for name in bound_names(each):
@@ -282,7 +283,7 @@ def class_bindings(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
 
 
 def _fields(classes: Iterable[Definition]) -> Signature:
-    """Signature of a dataclass or pydantic model, by its annotated fields."""
+    """Return the signature of a dataclass or pydantic model, from its annotated fields."""
     fields = {
         node.target.id: node.value is None
         for each in reversed([*classes])

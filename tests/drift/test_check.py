@@ -1,4 +1,4 @@
-"""Changes that the check must find, in small trees of files that represent vLLM and our package."""
+"""Changes that the check must find, in small packages that represent vLLM and our package."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def wrapped():
 
 
 def check(tmp_path: Path, change: tuple[str, str, str] | None = None) -> Check:
-    """Check ``OURS`` against ``THEIRS``, in one file of which a text is replaced."""
+    """Check ``OURS`` with ``THEIRS``, after replacing a text in one of the files."""
     for name, text in THEIRS.items():
         if change is not None and name == change[0]:
             assert change[1] in text
@@ -95,7 +95,7 @@ def check(tmp_path: Path, change: tuple[str, str, str] | None = None) -> Check:
     return done
 
 
-def test_what_fits(tmp_path: Path) -> None:
+def test_unchanged_sources_fit(tmp_path: Path) -> None:
     done = check(tmp_path)
     assert done.moved == []
     assert done.unknown == []
@@ -139,12 +139,12 @@ MOVES = {
 
 
 @pytest.mark.parametrize(("file", "old", "new", "message"), MOVES.values(), ids=MOVES)
-def test_what_moved(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+def test_changes_are_found(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
     assert any(message in line for line in check(tmp_path, (file, old, new)).moved)
 
 
 def test_unknown_base_is_reported(tmp_path: Path) -> None:
-    """A class that is built at run time may have any attribute."""
+    """Attributes of a class that is built at run time cannot be checked."""
     done = check(tmp_path, (BASE, "class Config:\n    parallel: Parallel\n", "class Config(build()):\n"))
     assert done.moved == ["tests/drift/names.py:0: vllm.layers.Config has no parallel (why)"]
     assert done.unknown == ["ours:9: self.config.parallel"]
@@ -152,7 +152,7 @@ def test_unknown_base_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The command on this package, with the installed llm-compressor and an empty vLLM."""
+    """Run the command on this package, with the installed llm-compressor and an empty vLLM."""
     root = tmp_path_factory.mktemp("sources")
     (root / "vllm").mkdir()
     (root / "vllm" / "__init__.py").touch()
@@ -172,7 +172,7 @@ def test_command(checked: subprocess.CompletedProcess[str], tmp_path: Path) -> N
 
 
 def test_installed(checked: subprocess.CompletedProcess[str]) -> None:
-    """The compressing half, against the installed packages."""
+    """The compressing half fits the installed packages."""
     half, other = checked.stdout.partition("vllm 9.9")[::2]
     counted, *reported = half.splitlines()
     assert re.search(r"^llmcompressor \d\S*, .*: .*\b[1-9]\d* imports", counted)
