@@ -12,6 +12,7 @@ from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.core.gradients import NllSums
 from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.modeling.moe_layers import router_needs
 from moe_coverage_plugin.options import GRADIENT_METRICS
 
 
@@ -52,4 +53,5 @@ def gather_scores(
         nll_signed_LE=nll.signed if nll else None,
         nll_absolute_LE=nll.absolute if nll else None,
         nll_squared_LE=nll.squared if nll else None,
+        routers=[router_needs(observer.layer) for observer in observers],
     )

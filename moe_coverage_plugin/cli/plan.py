@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.cli import output
-from moe_coverage_plugin.core.alignment import Alignment, align_blocks, align_widths
-from moe_coverage_plugin.core.kept_experts import check_kept_experts
+from moe_coverage_plugin.core.alignment import Alignment, align
+from moe_coverage_plugin.core.allocation import channel_budget
+from moe_coverage_plugin.core.feasibility import check_budget
+from moe_coverage_plugin.core.layouts import stored_widths
 from moe_coverage_plugin.core.planning import CoveragePlan, plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores
-from moe_coverage_plugin.options import AlignmentOptions, AttributionOptions, CoverageOptions, ExpertImportance
+from moe_coverage_plugin.manifest import Layout
+from moe_coverage_plugin.options import (
+    AlignmentOptions,
+    AttributionOptions,
+    ChannelPruningOptions,
+    CoverageOptions,
+    ExpertImportance,
+)
 from moe_coverage_plugin.report.summary import summarize
 from moe_coverage_plugin.report.view import PlanView
 
@@ -26,11 +35,15 @@ HEADERS = (
 
 
 class PlanOptions(CoverageOptions, AlignmentOptions):
-    """Options of two modifiers, and the importance of experts that the scores are read for."""
+    """Options of two modifiers, the importance of experts that the scores are read for, and the layout."""
 
     as_flags: ClassVar[bool] = True
 
     expert_importance: ExpertImportance = AttributionOptions.model_fields["expert_importance"].default
+    """Measure of an expert's importance, which expert_prior attribution uses."""
+
+    layout: Layout = ChannelPruningOptions.model_fields["layout"].default
+    """Storage of experts; padded and uniform remove no expert."""
 
 
 def run(arguments: Namespace) -> None:
@@ -43,15 +56,13 @@ def run(arguments: Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if name in PlanOptions.model_fields}
     options = PlanOptions(**given)
     scores, provenance = load_scores(arguments.scores)
-    plan = plan_widths(scores, options, options.expert_importance)
-    aligned = _align(options, scores, plan.widths_LE)
-    check_kept_experts(scores.names, scores.top_k, aligned.widths_LE)
+    plan, aligned, widths_LE = make_plan(scores, options)
     settings = _settings(options)
     facts = {name: str(value) for name, value in settings.items()} | output.provenance_facts(provenance)
     view = PlanView(
         names=scores.names,
         intermediate_size=scores.channels_LEI.shape[-1],
-        widths_LE=aligned.widths_LE,
+        widths_LE=widths_LE,
         channels_LEI=scores.channels_LEI,
         expert_prior_LE=None if options.intra_layer in WITHOUT_PRIOR else plan.expert_prior_LE,
         layer_loss_L=scores.layer_loss_L,
@@ -65,8 +76,10 @@ def run(arguments: Namespace) -> None:
         "scores": arguments.scores,
         "channel_metric": scores.channel_metric,
         "top_k": scores.top_k,
+        "routers": None if scores.routers is None else [router._asdict() for router in scores.routers],
         "intermediate_size": view.intermediate_size,
         "settings": settings,
+        "layout": options.layout,
         "provenance": provenance,
         "totals": _totals(view, scores, plan, aligned),
         "layers": _layers(view, scores, plan),
@@ -78,12 +91,21 @@ def run(arguments: Namespace) -> None:
         output.write_pictures(view, arguments.pictures)
 
 
-def _align(options: PlanOptions, scores: AttributionScores, widths_LE: Tensor) -> Alignment:
-    scores_LEI = scores.channels_LEI
-    if options.strategy == "blocks":
-        across_layers = options.scope == "global"
-        return align_blocks(widths_LE, scores_LEI, options.block_size, scores.top_k, across_layers)
-    return align_widths(widths_LE, scores_LEI, options.block_size, options.min_width, options.rule)
+def make_plan(scores: AttributionScores, options: PlanOptions) -> tuple[CoveragePlan, Alignment, Tensor]:
+    """Plan widths as the modifiers of the same options do.
+
+    Returns:
+        The plan, its alignment, and the widths ``[L, E]`` as the layout stores them.
+
+    Raises:
+        CoverageError: see :func:`run`.
+    """
+    layers, experts, channels = scores.channels_LEI.shape
+    check_budget(options, options, options.layout, scores.router_needs, experts, channels)
+    plan = plan_widths(scores, options, options.expert_importance)
+    aligned = align(plan.widths_LE, scores, options, options.scope)
+    budget = channel_budget(layers * experts * channels, options.sparsity)
+    return plan, aligned, stored_widths(options.layout, aligned.widths_LE, budget, options.block_size)
 
 
 def _settings(options: PlanOptions) -> dict[str, Any]:
@@ -98,6 +120,8 @@ def _settings(options: PlanOptions) -> dict[str, Any]:
     names += ["strategy", "block_size"]
     if options.strategy == "hamilton":
         names += ["min_width", "rule"]
+    if options.layout != "ragged":
+        names.append("layout")
     return {name: getattr(options, name) for name in names}
 
 
@@ -109,12 +133,15 @@ def _totals(view: PlanView, scores: AttributionScores, plan: CoveragePlan, align
         "channels": scores.channels_LEI.numel(),
         "budget": int(plan.widths_LE.sum()),
         "kept": int(view.widths_LE.sum()),
-        "unspent": aligned.unspent,
+        "unspent": int(plan.widths_LE.sum() - view.widths_LE.sum()),
         "keep_ratio": view.keep_ratio,
         "coverage": float((view.coverage_L * score_L).sum() / score_L.sum()) if has_scores else view.keep_ratio,
         "experts": view.widths_LE.numel(),
         "removed": int(view.removed_LE.sum()),
         "removed_by_alignment": len(aligned.removed),
+        "kept_for_routers": aligned.kept_for_routers,
+        "layers_raised_for_routers": aligned.raised_layers,
+        "kept_for_layout": int(((aligned.widths_LE == 0) & (view.widths_LE > 0)).sum()),
         "without_tokens": int((scores.tokens_LE == 0).sum()),
     }
 
@@ -148,19 +175,44 @@ def _show(summary: dict[str, Any]) -> None:
     head = {
         "scores": f"{summary['scores']}: {summary['channel_metric']}, {shape}, top-{picked}",
         **output.provenance_facts(summary["provenance"]),
+        "routers": _routers(summary["routers"]),
         "plan": ", ".join(f"{name} {value}" for name, value in summary["settings"].items()),
     }
     kept = f"{totals['kept']:,} of {totals['channels']:,} kept ({output.percent(totals['keep_ratio'])})"
+    unspent = totals["unspent"]
     experts = f"{totals['experts'] - totals['removed']} of {totals['experts']} kept"
     foot = {
-        "channels": f"{kept}, {totals['unspent']:,} of the budget unspent",
+        "channels": f"{kept}, {abs(unspent):,} {'above the budget' if unspent < 0 else 'of the budget unspent'}",
         "coverage": f"{output.percent(totals['coverage'])} of the channel scores",
         "experts": f"{experts}, {totals['removed']} removed ({totals['removed_by_alignment']} of them by alignment), "
         f"{totals['without_tokens']} without calibration tokens",
     }
+    foot |= {
+        name: f"{totals[key]} {what}"
+        for name, key, what in (
+            ("for routers", "kept_for_routers", "experts kept that the plan removed"),
+            ("for routers too", "layers_raised_for_routers", "layers with more channels than planned"),
+            (f"for {summary['layout']}", "kept_for_layout", "experts kept that the plan removed"),
+        )
+        if totals[key]
+    }
     print(output.fact_lines(head))
     print(f"\n{output.table(HEADERS, [_row(layer) for layer in layers])}\n")
     print(output.fact_lines(foot))
+
+
+def _routers(routers: list[dict[str, int]] | None) -> str:
+    """Describe what the routers of all layers need, each description once."""
+    if routers is None:
+        return (
+            "groups of experts are unknown, because an earlier release wrote the file: the plan of a router that has "
+            "groups may differ"
+        )
+    described = [
+        f"{each['needed']} experts" + (f" in each of {each['groups']} groups" if each["groups"] > 1 else "")
+        for each in routers
+    ]
+    return f"need {' or '.join(dict.fromkeys(described))}"
 
 
 def _row(layer: dict[str, Any]) -> tuple[object, ...]:

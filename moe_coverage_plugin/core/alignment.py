@@ -13,9 +13,11 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.checks import require_non_negative
 from moe_coverage_plugin.core.coverage import count_smallest
+from moe_coverage_plugin.core.kept_experts import keep_enough, raise_to_minimum
 from moe_coverage_plugin.core.ragged import prefix_scores, sort_descending
+from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.options import RemainderRule, check_min_width
+from moe_coverage_plugin.options import AlignmentOptions, RemainderRule, Scope, check_min_width
 
 
 class Alignment(NamedTuple):
@@ -25,11 +27,77 @@ class Alignment(NamedTuple):
         widths_LE: int64, multiples of the block size.
         unspent: channels of the budget that are not in any block, over all layers.
         removed: ``(layer, expert)`` of every expert that had channels before alignment and has none after it.
+        kept_for_routers: experts that have channels only because routers need them.
+        raised_layers: layers whose budget was raised to what their routers need.
     """
 
     widths_LE: Tensor
     unspent: int
     removed: list[tuple[int, int]]
+    kept_for_routers: int = 0
+    raised_layers: int = 0
+
+
+def narrowest_width(options: AlignmentOptions | None) -> int:
+    """Return the fewest channels that an expert can keep without being removed; ``None``: widths are not aligned."""
+    if options is None:
+        return 1
+    return max(options.block_size, options.min_width if options.strategy == "hamilton" else 0)
+
+
+def align(widths_LE: Tensor, scores: AttributionScores, options: AlignmentOptions | None, scope: Scope) -> Alignment:
+    """Align planned widths so that every router keeps the experts that it needs.
+
+    :func:`align_blocks` reserves these experts. The widths of :func:`align_widths`, or those that are not aligned, are
+    changed only in layers that would keep too few (:func:`keep_enough`). A layer whose budget is below the need of its
+    router gets the difference from the others.
+
+    Args:
+        widths_LE: planned channels of every expert, int64.
+        scores: the scores that they were planned from.
+        options: ``None``: any width is allowed.
+        scope: whether blocks of different layers compete.
+
+    Raises:
+        CoverageError: a block size that does not fit, scores that cannot be used, or a sum of ``widths_LE`` that is
+            too small for all routers.
+    """
+    scores_LEI, routers = scores.channels_LEI, scores.router_needs
+    narrowest = narrowest_width(options)
+    minima_L = torch.tensor([router.experts * narrowest for router in routers])
+    sums_L = widths_LE.detach().to("cpu", torch.int64).sum(-1)
+    _require_total(int(sums_L.sum()), int(minima_L.sum()))
+    raised = int((sums_L < minima_L).sum())
+    budgets_L = raise_to_minimum(sums_L, minima_L)
+    if options is not None and options.strategy == "blocks":
+        groups_L, needed_L = zip(*routers, strict=True)
+        across_layers = scope == "global"
+        aligned = align_blocks(
+            widths_LE, scores_LEI, options.block_size, needed_L, across_layers, groups_L, budgets_L=budgets_L
+        )
+        return aligned._replace(raised_layers=0 if across_layers else raised)
+    if options is None:
+        aligned, block_size = Alignment(widths_LE, 0, []), 1
+    else:
+        block_size = options.block_size
+        aligned = align_widths(widths_LE, scores_LEI, block_size, options.min_width, options.rule)
+    kept_LE = keep_enough(aligned.widths_LE, scores_LEI, budgets_L, routers, narrowest, block_size)
+    added = int(((kept_LE > 0) & (aligned.widths_LE == 0)).sum())
+    return _alignment(widths_LE, kept_LE)._replace(kept_for_routers=added, raised_layers=raised)
+
+
+def _require_total(budget: int, needed: int) -> None:
+    if budget < needed:
+        raise CoverageError(
+            f"{budget} channels are too few for the experts that routers need, which keep at least {needed}: lower "
+            "sparsity"
+        )
+
+
+def _alignment(before_LE: Tensor, aligned_LE: Tensor) -> Alignment:
+    removed = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
+    unspent = int(before_LE.sum() - aligned_LE.sum())
+    return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in removed])
 
 
 def align_widths(
@@ -71,9 +139,7 @@ def align_widths(
     gains_LE = eligible_LE & (position_LE < freed_blocks_L[:, None])
     aligned_LE = floor_LE + block_size * gains_LE
 
-    removed = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
-    unspent = int(before_LE.sum() - aligned_LE.sum())
-    return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in removed])
+    return _alignment(before_LE, aligned_LE)
 
 
 def _remainders(before_LE: Tensor, floor_LE: Tensor, scores_LEI: Tensor, rule: RemainderRule) -> Tensor:
@@ -95,6 +161,7 @@ def align_blocks(
     needed_L: Sequence[int],
     across_layers: bool,
     groups_L: Sequence[int] | None = None,
+    budgets_L: Tensor | None = None,
 ) -> Alignment:
     """Aligned widths with the largest kept score, within the number of channels of ``widths_LE``.
 
@@ -116,6 +183,7 @@ def align_blocks(
         needed_L: kept experts that each group of a layer's router needs: its top-k if there is one group.
         across_layers: whether blocks of different layers compete, which needs scores on one scale.
         groups_L: number of equal groups of experts in each layer's router; ``None``: one.
+        budgets_L: channels of each layer, int64; ``None``: the sums of ``widths_LE``.
 
     Raises:
         CoverageError: a block size that does not divide ``I``, NaN, infinite or negative scores, or a budget below
@@ -141,12 +209,11 @@ def align_blocks(
         blocks_LEJ.reshape(problems, -1, channels // block_size),
         reserved_LE.reshape(problems, -1),
     )
-    budgets_G = (before_LE.reshape(problems, -1).sum(-1) // block_size).tolist()
+    budgets_L = before_LE.sum(-1) if budgets_L is None else budgets_L
+    budgets_G = (budgets_L.reshape(problems, -1).sum(-1) // block_size).tolist()
     counts_GE = [_best_blocks(*problem) for problem in zip(blocks_GEJ, reserved_GE, budgets_G, strict=True)]
     aligned_LE = torch.stack(counts_GE).reshape(layers, experts) * block_size
-    removed = ((before_LE > 0) & (aligned_LE == 0)).nonzero().tolist()
-    unspent = int(before_LE.sum() - aligned_LE.sum())
-    return Alignment(aligned_LE, unspent, [(layer, expert) for layer, expert in removed])
+    return _alignment(before_LE, aligned_LE)
 
 
 def _best_blocks(blocks_EJ: Tensor, reserved_E: Tensor, budget: int) -> Tensor:

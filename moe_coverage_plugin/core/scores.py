@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from moe_coverage_plugin.core.kept_experts import RouterNeeds
 from moe_coverage_plugin.options import ChannelMetric
 
 # "own": scores that a user computed by another rule
@@ -33,6 +34,7 @@ class AttributionScores:
             may be negative. Like the next two, ``None`` without a gradient pass.
         nll_absolute_LE: ``sum_t |<dNLL/dz, z>|``.
         nll_squared_LE: ``sum_t <dNLL/dz, z>^2``.
+        routers: experts that the router of each layer needs; ``None`` in files of earlier releases.
     """
 
     names: list[str]
@@ -47,6 +49,12 @@ class AttributionScores:
     nll_signed_LE: Tensor | None = None
     nll_absolute_LE: Tensor | None = None
     nll_squared_LE: Tensor | None = None
+    routers: list[RouterNeeds] | None = None
+
+    @property
+    def router_needs(self) -> list[RouterNeeds]:
+        """Experts that the router of each layer needs; its top-k in one group if nothing else is known."""
+        return self.routers or [RouterNeeds(1, picked) for picked in self.top_k]
 
     @property
     def unreached(self) -> dict[str, list[int]]:

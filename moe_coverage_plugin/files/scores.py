@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moe_coverage_plugin.core.checks import require_non_negative
+from moe_coverage_plugin.core.kept_experts import RouterNeeds
 from moe_coverage_plugin.core.scores import AttributionScores, StoredMetric
 from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import SCORES_NAME, CoverageError
@@ -37,7 +38,7 @@ LENGTH_BYTES = 8
 
 NO_DIGEST = "0" * 64
 INTEGERS = ("tokens_LE",)
-OTHERS = ("names", "top_k", "channel_metric")
+OTHERS = ("names", "top_k", "channel_metric", "routers")
 TENSORS = [field.name for field in fields(AttributionScores) if field.name not in OTHERS]
 REQUIRED = {field.name for field in fields(AttributionScores) if field.name in TENSORS and field.default is not None}
 
@@ -64,6 +65,8 @@ def save_scores(path: str | Path, scores: AttributionScores, provenance: dict[st
         "names": json.dumps(scores.names),
         "top_k": json.dumps(scores.top_k),
         "channel_metric": scores.channel_metric,
+        # files of earlier releases lack it
+        **({} if scores.routers is None else {"routers": json.dumps(scores.routers)}),
         "provenance": json.dumps(provenance, sort_keys=True),
         "sha256": NO_DIGEST,
     }
@@ -195,7 +198,22 @@ def _read(file: Any, metadata: dict[str, str]) -> AttributionScores:
     experts = tensors["tokens_LE"].shape[1]
     if len(top_k) != len(names) or not all(type(picked) is int and 1 <= picked <= experts for picked in top_k):
         raise _DamagedError(f"does not say for {len(names)} layers how many of {experts} experts each picks")
-    return AttributionScores(names=names, top_k=top_k, channel_metric=cast(StoredMetric, metric), **tensors)
+    routers = _read_routers(metadata, len(names), experts) if "routers" in metadata else None
+    return AttributionScores(
+        names=names, top_k=top_k, channel_metric=cast(StoredMetric, metric), routers=routers, **tensors
+    )
+
+
+def _read_routers(metadata: dict[str, str], layers: int, experts: int) -> list[RouterNeeds]:
+    found = _json(metadata, "routers", list)
+    pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)]
+    routers = [RouterNeeds(*pair) for pair in pairs]
+    if len(routers) != layers or len(found) != layers:
+        raise _DamagedError(f"does not say for {layers} layers which experts their routers need")
+    for groups, needed in routers:
+        if not (1 <= groups <= experts and experts % groups == 0 and 1 <= needed <= experts // groups):
+            raise _DamagedError(f"has a router of {groups} groups that need {needed} of {experts} experts")
+    return routers
 
 
 def _check_shapes(file: Any, layers: int, stored: set[str]) -> None:

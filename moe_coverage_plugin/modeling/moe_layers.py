@@ -12,6 +12,7 @@ from llmcompressor.modeling.moe.llama4 import Llama4LinearExperts
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.core.kept_experts import RouterNeeds
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -188,11 +189,14 @@ def routing_groups(layer: MoELayer) -> tuple[int, int]:
     return groups, getattr(layer.router, "topk_group", None) or 1
 
 
-def experts_needed(layer: MoELayer) -> tuple[int, int]:
-    """Return the groups of a router's experts, 1 without groups, and how many experts each group must keep."""
+def router_needs(layer: MoELayer) -> RouterNeeds:
+    """Return the experts that the router of a layer cannot do without."""
+    if chooses_by_token_table(layer):
+        # a mask of logits cannot change its choice
+        return RouterNeeds(1, layer.num_experts)
     groups, picked_groups = routing_groups(layer)
     # a group is scored by its best two experts, so a single kept expert would never be chosen
-    return groups, max(-(-layer.top_k // picked_groups), 2 if groups > 1 else 1)
+    return RouterNeeds(groups, max(-(-layer.top_k // picked_groups), 2 if groups > 1 else 1))
 
 
 def chooses_by_token_table(layer: MoELayer) -> bool:

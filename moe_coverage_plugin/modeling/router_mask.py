@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from compressed_tensors.offload import get_execution_device, update_offload_parameter
+from compressed_tensors.offload import disable_onloading, get_execution_device, update_offload_parameter
+from compressed_tensors.utils import align_module_device
 from llmcompressor.utils.helpers import eval_context
 from loguru import logger
 from torch import Tensor
@@ -15,13 +17,25 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, chooses_by_token_table, correction_biases
+from moe_coverage_plugin.modeling.moe_layers import (
+    MoELayer,
+    chooses_by_token_table,
+    correction_biases,
+    expert_linears,
+    router_needs,
+)
 
 # the functions by which a router may compute its logits; the operator @ is Tensor.matmul
 PRODUCTS = frozenset(
-    (linear, torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm, torch.einsum)
+    [
+        *(linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),
+        *(torch.bmm, Tensor.bmm, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm),
+        *(torch.inner, Tensor.inner, torch.tensordot, torch.einsum),
+    ]
 )
 PROBE_TOKENS = 64
+# far from 0 for a sigmoid, but not so far that a softmax in 32 bits rounds to 0
+PROBE_LOGIT = 15.0
 REMEDY = "use layout='padded', which removes no expert, or list the layer in ignore"
 
 
@@ -41,6 +55,8 @@ class RouterMask:
         """
         self._name, self._removed_E = name, removed_E
         self._active: list[_MaskLogits] = []
+        self.checks_next_output = False
+        """Whether to look for removed experts in the next output, because no probe could be made."""
 
     def enter(self, _router: Module, _args: tuple[Any, ...]) -> None:
         """Forward pre-hook."""
@@ -57,7 +73,12 @@ class RouterMask:
             return
         mode = self._active.pop()
         mode.__exit__(None, None, None)
-        if output is None or mode.masked:
+        if output is None:
+            return
+        if mode.masked:
+            if self.checks_next_output:
+                _check_output(self._name, router, output, self._removed_E)
+                self.checks_next_output = False
             return
         if mode.widths:
             raise CoverageError(
@@ -66,7 +87,7 @@ class RouterMask:
             )
         raise CoverageError(
             f"the router of {self._name} ({type(router).__name__}) computes its logits by none of linear, matmul, mm, "
-            f"addmm and einsum, so removed experts cannot be masked: {REMEDY}"
+            f"addmm, bmm, inner, tensordot and einsum, so removed experts cannot be masked: {REMEDY}"
         )
 
 
@@ -82,12 +103,14 @@ class _MaskLogits(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in PRODUCTS:
+        if func not in PRODUCTS or not isinstance(out, Tensor) or out.ndim == 0:
             return out
         if out.shape[-1] != self._removed_E.numel():
             self.widths.append(out.shape[-1])
             return out
         self.masked = True
+        if (kwargs or {}).get("out") is not None:
+            return out.masked_fill_(self._removed_E.to(out.device), float("-inf"))
         return out.masked_fill(self._removed_E.to(out.device), float("-inf"))
 
 
@@ -108,27 +131,59 @@ def mask_router(layer: MoELayer) -> None:
             f"the router of {layer.name} chooses experts by a table of token ids, so {int(removed_E.sum())} removed "
             f"experts cannot be masked: {REMEDY}"
         )
+    with ExitStack() as undo:
+        mask = _install(layer, removed_E, undo)
+        mask.checks_next_output = not _check_mask(layer, removed_E)
+        # nothing was raised, so the mask stays
+        undo.pop_all()
+
+
+def check_maskable(layer: MoELayer) -> None:
+    """Check that any experts that a plan may remove from a layer can be masked, before anything is calibrated.
+
+    The mask is tried with as few kept experts as the router needs, and removed again.
+
+    Raises:
+        CoverageError: names the class of the router and what to do instead.
+    """
+    needs = router_needs(layer)
+    size = layer.num_experts // needs.groups
+    for kept in (slice(0, needs.needed), slice(size - needs.needed, size)):
+        removed_GE = torch.ones(needs.groups, size, dtype=torch.bool)
+        removed_GE[:, kept] = False
+        if removed_GE.any():
+            with ExitStack() as undo:
+                _install(layer, removed_GE.flatten(), undo)
+                _check_mask(layer, removed_GE.flatten())
+
+
+def _install(layer: MoELayer, removed_E: Tensor, undo: ExitStack) -> RouterMask:
     mask = RouterMask(layer.name, removed_E)
     # patch: transformers-router-mask
-    handles = [
-        layer.router.register_forward_pre_hook(mask.enter),
-        layer.router.register_forward_hook(mask.leave, always_call=True),
-    ]
+    undo.callback(layer.router.register_forward_pre_hook(mask.enter).remove)
+    undo.callback(layer.router.register_forward_hook(mask.leave, always_call=True).remove)
     for module, name in correction_biases(layer):
-        bias = getattr(module, name).detach()
+        bias = getattr(module, name).detach().clone()
         update_offload_parameter(module, name, bias.masked_fill(removed_E.to(bias.device), float("-inf")))
-    try:
-        _check_mask(layer, removed_E)
-    except CoverageError:
-        for handle in handles:
-            handle.remove()
-        raise
+        undo.callback(update_offload_parameter, module, name, bias)
+    return mask
 
 
 @torch.no_grad()
-def _check_mask(layer: MoELayer, removed_E: Tensor) -> None:
-    """Run the router once, and look for removed experts in everything that it returns."""
-    for tensor in _tensors(_probe(layer, removed_E)):
+def _check_mask(layer: MoELayer, removed_E: Tensor) -> bool:
+    """Run the router on hidden states that try to reach removed experts; whether it could be run."""
+    if torch.device(get_execution_device(layer.router)).type == "meta":
+        return True
+    output = _probe(layer, _probe_states(layer, removed_E))
+    if output is None:
+        return False
+    _check_output(layer.name, layer.router, output, removed_E)
+    return True
+
+
+def _check_output(name: str, router: Module, output: Any, removed_E: Tensor) -> None:
+    """Look for removed experts in everything that a router returned."""
+    for tensor in _tensors(output):
         if not tensor.is_floating_point():
             wrong = torch.isin(tensor, removed_E.nonzero().to(tensor.device))
         elif tensor.shape[-1] == len(removed_E):
@@ -139,39 +194,69 @@ def _check_mask(layer: MoELayer, removed_E: Tensor) -> None:
             wrong = tensor.isnan()
         if bool(wrong.any()):
             raise CoverageError(
-                f"the router of {layer.name} ({type(layer.router).__name__}) chooses removed experts although their "
-                f"logits are -inf: {REMEDY}"
+                f"the router of {name} ({type(router).__name__}) chooses removed experts although their logits are "
+                f"-inf: {REMEDY}"
             )
 
 
-def _probe(layer: MoELayer, removed_E: Tensor) -> Any:
-    """The router's output for random hidden states, and for those that point to the removed experts."""
-    router = layer.router
-    if get_execution_device(router) == torch.device("meta"):
-        return None
-    weight = next((each for each in router.parameters() if each.ndim == 2 and len(removed_E) in each.shape), None)
-    reason: Exception | str = f"it has no weight for {len(removed_E)} experts"
+def _probe_states(layer: MoELayer, removed_E: Tensor) -> Tensor:
+    """Hidden states ``[T, H]``: random ones, and those for which a router would choose only removed experts."""
+    experts, hidden_size = len(removed_E), next(iter(expert_linears(layer))).in_features
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(PROBE_TOKENS, hidden_size, generator=generator)]
+    shapes = ((experts, hidden_size), (hidden_size, experts))
+    weight = next((each for each in layer.router.parameters() if each.shape in shapes), None)
     if weight is not None:
-        rows_EH = weight if weight.shape[0] == len(removed_E) else weight.T
-        generator = torch.Generator().manual_seed(0)
-        random_TH = torch.randn(PROBE_TOKENS, rows_EH.shape[1], generator=generator).to(rows_EH)
-        hidden_TH = torch.cat([random_TH, rows_EH[removed_E.to(rows_EH.device)]])
-        # some routers take tokens, others samples and positions
-        for hidden in (hidden_TH, hidden_TH[None]):
+        with align_module_device(layer.router):
+            rows_EH = (weight if weight.shape == shapes[0] else weight.T).detach().to("cpu", torch.float32)
+        wanted_1E = torch.where(removed_E, PROBE_LOGIT, -PROBE_LOGIT)[None]
+        gram_EE = rows_EH @ rows_EH.T
+        gram_EE += 1e-6 * gram_EE.diagonal().mean() * torch.eye(experts)
+        # the shortest hidden state with the wanted logits
+        states += [rows_EH[removed_E], torch.linalg.solve(gram_EE, wanted_1E.T).T @ rows_EH]
+    return torch.cat(states).nan_to_num()
+
+
+def _probe(layer: MoELayer, hidden_TH: Tensor) -> Any:
+    """The router's output for hidden states; ``None`` if it can be run neither alone nor by its layer."""
+    # an offloaded module may have the name of its device
+    router, device = layer.router, torch.device(get_execution_device(layer.router))
+    hidden_TH = hidden_TH.to(device, _dtype(router))
+    outputs: list[Any] = []
+    handle = router.register_forward_hook(lambda _router, _args, output: outputs.append(output))
+    # some routers take tokens, others samples and positions
+    attempts = [(router, hidden_TH), (router, hidden_TH[None]), (layer.moe, hidden_TH[None])]
+    devices = [device] if device.type == "cuda" else []
+    reason: Exception | None = None
+    try:
+        for module, hidden in attempts:
             try:
-                with eval_context(router):
-                    return router(hidden)
+                with eval_context(module), torch.random.fork_rng(devices=devices):
+                    module(hidden)
+                return outputs[-1]
             except CoverageError:
                 raise
-            except (TypeError, ValueError, RuntimeError, IndexError) as error:
-                reason = error
-    logger.warning(f"The router of {layer.name} could not be run to check its mask: {reason}")
+            except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+                reason = reason or error
+                outputs.clear()
+    finally:
+        handle.remove()
+    logger.warning(
+        f"The router of {layer.name} could not be run to check its mask, which is checked when it runs first: {reason}"
+    )
     return None
+
+
+def _dtype(router: Module) -> torch.dtype:
+    with disable_onloading():
+        return next((each.dtype for each in router.parameters() if each.is_floating_point()), torch.float32)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
     elif isinstance(output, (tuple, list)):
         for each in output:
             yield from _tensors(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype, fast_compute_dtype
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, uniform_shape
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, router_needs, uniform_shape
 from moe_coverage_plugin.modifiers.attribution_checks import (
     check_memory,
     check_predicted_tokens,
@@ -172,6 +173,8 @@ class AttributionModifier(AttributionOptions, Modifier):
     def _take_scores(self, path: str) -> None:
         self._measured, self._provenance = load_scores(path)
         check_scores(path, self._measured, self._provenance, self._layers)
+        # files of earlier releases lack what routers need
+        self._measured = replace(self._measured, routers=[router_needs(layer) for layer in self._layers])
         stored = self._measured.channel_metric
         # "own" cannot be written in a recipe, so the recipe of such a run has the default
         listed_default = stored == "own" and self.channel_metric == type(self).model_fields["channel_metric"].default

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.token_mask import check_batches
 from moe_coverage_plugin.checkpoint.saving import save_with_manifest
+from moe_coverage_plugin.core.alignment import align
+from moe_coverage_plugin.core.layouts import stored_widths
 from moe_coverage_plugin.core.ragged import kept_channels
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.memory import return_freed_tensors
@@ -25,11 +27,11 @@ from moe_coverage_plugin.modeling.router_mask import mask_router
 from moe_coverage_plugin.modeling.slicing import prune_layer
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
-from moe_coverage_plugin.modifiers.layouts import check_layout, padded_width, stored_widths
+from moe_coverage_plugin.modifiers.layouts import check_layout, padded_width
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around
 from moe_coverage_plugin.modifiers.output_checks import check_run_output, model_bytes
-from moe_coverage_plugin.modifiers.plan import PlanModifier
-from moe_coverage_plugin.modifiers.pruning_checks import check_routable, refuse_neighbours
+from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan, routing_notes
+from moe_coverage_plugin.modifiers.pruning_checks import check_routers, refuse_neighbours
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.modifiers.reconstruction_pass import ReconstructionPass
@@ -63,6 +65,7 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
 
     _coverage: CoverageModifier = PrivateAttr()
     _planner: PlanModifier = PrivateAttr()
+    _plan: WidthPlan = PrivateAttr()
     _recipe: list[dict[str, Any]] = PrivateAttr(default_factory=list)
     _kept: dict[str, list[Tensor]] = PrivateAttr(default_factory=dict)
     _widths_LE: Tensor = PrivateAttr()
@@ -81,8 +84,11 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
         layers, block_size = self._coverage.attribution.layers, self._planner.width_multiple
         before, after = recipe_around(self)
         refuse_neighbours(before, after, ChannelPruningModifier, [self._coverage, self._planner])
-        self._coverage.require_channels(self._planner.narrowest)
-        check_layout(self.layout, self._coverage, block_size, state.model)
+        check_layout(self.layout, self._coverage, state.model)
+        alignment = self._planner if isinstance(self._planner, AlignmentModifier) else None
+        self._coverage.check_budget(alignment, self.layout)
+        if self.layout == "ragged" and self._coverage.sparsity > 0:
+            check_routers(layers)
         check_quantizers(state.model, layers, after, block_size, self.layout)
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         check_run_output(state.model, layers, self._coverage.sparsity, quantized, before)
@@ -133,33 +139,45 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
                 prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
                 mask_router(layer)
         self._prepare_saving(state.model)
-        total, kept = self._planner.plan.scores.channels_LEI.numel(), int(self._widths_LE.sum())
+        total, kept = self._plan.scores.channels_LEI.numel(), int(self._widths_LE.sum())
         logger.info(
             f"Removed {total - kept} of {total} expert channels and {int((self._widths_LE == 0).sum())} experts: "
             f"{self._bytes_before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
         )
 
     def _choose_channels(self, model: PreTrainedModel) -> None:
-        """Choose the channels to keep, and check that every router keeps enough experts."""
-        plan, layers = self._planner.plan, self._coverage.attribution.layers
-        widths_LE = stored_widths(self.layout, plan, self._coverage, self._planner.width_multiple)
-        for layer, widths_E in zip(layers, widths_LE, strict=True):
-            check_routable(layer, widths_E)
+        """Choose the channels to keep, as the layout can store them."""
+        plan, layers = self._final_plan(), self._coverage.attribution.layers
+        widths_LE = stored_widths(self.layout, plan.widths_LE, self._coverage.budget, plan.block_size)
+        if kept_for_layout := int(((plan.widths_LE == 0) & (widths_LE > 0)).sum()):
+            logger.warning(
+                f"layout={self.layout!r} cannot remove experts: {kept_for_layout} keep {int(widths_LE.min())} "
+                "channels instead of none"
+            )
+        self._plan = plan
         kept_LE = kept_channels(plan.scores.channels_LEI, widths_LE)
         self._kept = {layer.name: kept_E for layer, kept_E in zip(layers, kept_LE, strict=True)}
         self._widths_LE = widths_LE
         self._padded_width = padded_width(self.layout, widths_LE, self._coverage, model)
+
+    def _final_plan(self) -> WidthPlan:
+        """Return the plan, with the experts that routers need if no alignment has seen to that."""
+        plan = self._planner.plan
+        if isinstance(self._planner, AlignmentModifier):
+            return plan
+        aligned = align(plan.widths_LE, plan.scores, None, self._coverage.scope)
+        return WidthPlan(plan.scores, aligned.widths_LE, plan.block_size, plan.notes | routing_notes(aligned))
 
     def _prepare_saving(self, model: PreTrainedModel) -> None:
         # oneshot has done this, but a session that is driven by hand has not
         modify_save_pretrained(model)
         record = pruning_record(
             self._coverage.attribution,
-            self._planner.plan,
+            self._plan,
             self._widths_LE,
             recipe=self._recipe,
             layout=self.layout,
-            block_size=_common_divisor(model, self._planner.plan.block_size),
+            block_size=_common_divisor(model, self._plan.block_size),
             pictures=self.pictures,
             source=model.name_or_path or "",
             bytes_before=self._bytes_before,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from llmcompressor.core import Event, State
@@ -11,13 +10,14 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from moe_coverage_plugin.core.allocation import channel_budget
+from moe_coverage_plugin.core.feasibility import check_budget
 from moe_coverage_plugin.core.planning import plan_widths
-from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.modeling.moe_layers import experts_needed
+from moe_coverage_plugin.manifest import CoverageError, Layout
+from moe_coverage_plugin.modeling.moe_layers import router_needs
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.oneshot_run import predecessor, prepare
 from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan
-from moe_coverage_plugin.options import CoverageOptions
+from moe_coverage_plugin.options import AlignmentOptions, CoverageOptions
 
 COMPARABLE_METRICS = ("fisher", "obs", "own")
 
@@ -91,27 +91,19 @@ class CoverageModifier(CoverageOptions, PlanModifier):
         self._plan = WidthPlan(scores, plan.widths_LE, notes=notes)
         logger.info(f"Coverage keeps {int(plan.widths_LE.sum())} of {scores.channels_LEI.numel()} expert channels")
 
-    def require_channels(self, min_width: int) -> None:
-        """Check that the budget leaves every layer the experts that its router needs.
+    def check_budget(self, alignment: AlignmentOptions | None, layout: Layout) -> None:
+        """Check that every plan leaves each layer the experts that its router needs, whatever the scores are.
 
         Args:
-            min_width: fewest channels that a kept expert has.
+            alignment: options of the modifier that aligns the widths; ``None``: there is none.
+            layout: how experts will be stored.
 
         Raises:
-            CoverageError: the budget is too small; names a sparsity that leaves every expert ``min_width`` channels
-                on average.
+            CoverageError: see :func:`~moe_coverage_plugin.core.feasibility.check_budget`.
         """
         layers = self.attribution.layers
-        experts = [math.prod(experts_needed(layer)) for layer in layers]
-        needed = sum(experts) * min_width
-        if self.budget < needed:
-            # rounded down, so that the named sparsity is possible
-            enough = math.floor(1000 * (1 - min_width / self.attribution.intermediate_size)) / 1000
-            raise CoverageError(
-                f"sparsity={self.sparsity} leaves {self.budget} of {self.total_channels} expert channels, but "
-                f"{len(layers)} layers whose routers cannot do with fewer than {experts[0]} experts need at least "
-                f"{needed}: lower it, for instance to {enough}, which leaves every expert {min_width} on average"
-            )
+        routers = [router_needs(layer) for layer in layers]
+        check_budget(self, alignment, layout, routers, layers[0].num_experts, self.attribution.intermediate_size)
 
     def _warn_of_incomparable_scores(self) -> None:
         metric = self.attribution.channel_metric

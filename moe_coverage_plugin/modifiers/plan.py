@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompressor.modifiers import Modifier
+from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 
+from moe_coverage_plugin.core.alignment import Alignment
 from moe_coverage_plugin.core.scores import AttributionScores
 
 
@@ -29,6 +31,17 @@ class WidthPlan:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
+def routing_notes(aligned: Alignment) -> dict[str, int]:
+    """Return what was changed in a plan because routers need experts, for the report, and warn of it."""
+    notes = {"kept_for_routers": aligned.kept_for_routers, "layers_raised_for_routers": aligned.raised_layers}
+    if any(notes.values()):
+        logger.warning(
+            f"The plan left some routers fewer experts than they need: {aligned.kept_for_routers} experts that it "
+            f"removed are kept, and {aligned.raised_layers} layers get more channels, at the cost of others"
+        )
+    return notes
+
+
 class PlanModifier(Modifier):
     """A modifier that decides widths and changes no model: coverage and alignment."""
 
@@ -37,11 +50,6 @@ class PlanModifier(Modifier):
     @property
     def width_multiple(self) -> int:
         """Channels that every width will be a multiple of."""
-        return 1
-
-    @property
-    def narrowest(self) -> int:
-        """The fewest channels that an expert can keep without being removed."""
         return 1
 
     @property

@@ -1,4 +1,4 @@
-"""Checks of the recipe around a pruning, and of the experts that a plan leaves to each router."""
+"""Checks of the recipe around a pruning, and of the routers whose experts it may remove."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.modifiers.transform.quip import QuIPModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
-from torch import Tensor
 
-from moe_coverage_plugin.core.kept_experts import check_kept_experts
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, chooses_by_token_table, experts_needed
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.modeling.router_mask import check_maskable
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.plan import PlanModifier
 
@@ -75,24 +74,11 @@ def _refuse_transforms(modifiers: Sequence[Modifier]) -> None:
         )
 
 
-def check_routable(layer: MoELayer, widths_E: Tensor) -> None:
-    """Check that a plan leaves a router as many experts as it picks, in each of its groups if it has groups.
+def check_routers(layers: Sequence[MoELayer]) -> None:
+    """Check that removed experts can be masked in all routers; see :func:`check_maskable`.
 
     Raises:
-        CoverageError: names the layer that has too few; or experts are removed that the router would choose anyway.
+        CoverageError: names the first router that cannot be masked.
     """
-    check_kept_experts([layer.name], [layer.top_k], widths_E[None])
-    kept_E = widths_E > 0
-    if chooses_by_token_table(layer) and not bool(kept_E.all()):
-        raise CoverageError(
-            f"{layer.name} would lose {int((~kept_E).sum())} of {layer.num_experts} experts, but a table of token ids "
-            "chooses its experts, which a mask of router logits cannot change: use layout='padded', which removes "
-            "none, or list the layer in ignore"
-        )
-    groups, needed = experts_needed(layer)
-    kept_G = kept_E.reshape(groups, -1).sum(-1)
-    if bool((kept_G < needed).any()):
-        raise CoverageError(
-            f"{layer.name} would keep {int(kept_G.min())} experts in a group of its router, which needs {needed}: "
-            'lower sparsity or min_width, or use strategy="blocks" of AlignmentModifier, which keeps as many'
-        )
+    for layer in layers:
+        check_maskable(layer)

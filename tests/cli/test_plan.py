@@ -6,22 +6,36 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentParser
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from transformers import AutoModelForCausalLM
 
-from moe_coverage_plugin import Manifest
+from moe_coverage_plugin import (
+    AlignmentModifier,
+    AttributionModifier,
+    ChannelPruningModifier,
+    CoverageError,
+    CoverageModifier,
+    Manifest,
+)
 from moe_coverage_plugin.cli.arguments import build_parser
 from moe_coverage_plugin.cli.option_flags import add_flags
-from moe_coverage_plugin.cli.plan import PlanOptions
+from moe_coverage_plugin.cli.plan import PlanOptions, make_plan
 from moe_coverage_plugin.core.alignment import align_blocks
 from moe_coverage_plugin.core.planning import plan_widths
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.options import CoverageOptions
+from tests.tiny import GROUP_LIMITED, add_tokenizer, save_model, token_batches
 
 # the options of harness.pruning()
 AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")
@@ -124,8 +138,8 @@ def test_scores_without_tokens_can_be_planned(script: Any, tmp_path: Path) -> No
         (("--sparsity", 0.5, "--layer-prior", "loss"), "leave it out, or use --scope layers"),
         (("--sparsity", 0.5, "--min-width", 0, "--rule", "l-r-s"), "--min-width 0 and --rule l-r-s would do nothing"),
         (("--sparsity", 0.5, "--strategy", "hamilton", "--min-width", 200), "minimum width 200"),
-        (("--sparsity", 0.99), "too few"),
-        (("--sparsity", 0.9, "--strategy", "hamilton"), "experts but its router picks 2"),
+        (("--sparsity", 0.99), "--sparsity 0.99 leaves 41 of 4096 expert channels"),
+        (("--sparsity", 0.9, "--strategy", "hamilton"), "lower it, for instance to 0.5,"),
         (
             ("--sparsity", 0.5, "--intra-layer", "coverage", "--expert-importance", "nll_squared"),
             "do not contain nll_squared",
@@ -171,3 +185,81 @@ def test_help_of_other_commands_does_not_import_pydantic() -> None:
         modules = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
         assert "argparse" in modules
         assert "pydantic" not in modules
+
+
+COMBINATIONS = [
+    {"scope": "global"},
+    {"scope": "global", "intra_layer": "coverage"},
+    {"scope": "layers", "inter_layer": "uniform", "intra_layer": "coverage"},
+    {"scope": "layers", "inter_layer": "u_shaped", "intra_layer": "usage"},
+    {"scope": "layers", "inter_layer": "coverage", "layer_prior": "uniform", "intra_layer": "topk_channel"},
+]
+ALIGNMENTS = [{"block_size": 32}, {"block_size": 64}, {"block_size": 32, "strategy": "hamilton", "min_width": 64}]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2", "deepseek_v3", "minimax_m2"])
+def measured(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source of each kind of router (softmax, groups, groups with biases, sigmoid), and its scores."""
+    directory = tmp_path_factory.mktemp(request.param)
+    limited = GROUP_LIMITED if request.param == "deepseek_v2" else {}
+    source = add_tokenizer(save_model(directory / "model", request.param, num_hidden_layers=3, **limited))
+    oneshot(
+        model=str(source),
+        dataset=token_batches(samples=3, length=16),
+        recipe=[AttributionModifier(save_scores=str(directory / "scores"))],
+    )
+    return source, directory / "scores"
+
+
+@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_plan_is_what_the_modifier_makes(measured: tuple[Path, Path], options: dict[str, Any]) -> None:
+    """Field case 2.8: for every kind of router, also if a budget leaves only what routers need."""
+    source, file = measured
+    scores, _ = load_scores(file)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    linearize_moe(model)
+    for alignment in ALIGNMENTS:
+        for layout in ("ragged", "padded"):
+            for sparsity in (0.5, 0.875):
+                given = {"sparsity": sparsity} | options
+                try:
+                    shown = make_plan(scores, PlanOptions(**given, **alignment, layout=layout))[2]
+                except CoverageError as error:
+                    shown = str(error)
+                recipe = [
+                    AttributionModifier(scores=str(file)),
+                    CoverageModifier(**given),
+                    AlignmentModifier(**alignment),
+                    ChannelPruningModifier(layout=layout, reconstruct=False, pictures=False),
+                ]
+                pruned = deepcopy(model)
+                try:
+                    oneshot(model=pruned, dataset=token_batches(samples=1, length=8), recipe=recipe)
+                    made = torch.stack([modifier_widths(layer) for layer in find_moe_layers(pruned)])
+                except CoverageError as error:
+                    made = str(error)
+                if isinstance(shown, str):
+                    assert made == shown.replace("--sparsity ", "sparsity="), (given, alignment, layout)
+                else:
+                    assert torch.equal(shown, made), (given, alignment, layout)
+
+
+def modifier_widths(layer: Any) -> torch.Tensor:
+    """Channels of each expert that are not padding."""
+    kept = [mlp.down_proj.weight.any(0).sum() if hasattr(mlp, "down_proj") else torch.tensor(0) for mlp in layer.mlps]
+    return torch.stack(kept)
+
+
+def test_scores_of_an_earlier_release_say_that_groups_are_unknown(
+    script: Any, measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Field case 2.8: such files are read, and the plan says what it does not know."""
+    scores, provenance = load_scores(measured[1])
+    assert scores.routers is not None
+    out = script("plan", measured[1], "--sparsity", 0.5, "--block-size", 32).out
+    assert f"need {scores.routers[0].needed} experts" in out
+    assert ("in each of 2 groups" in out) == (scores.routers[0].groups == 2)
+    save_scores(tmp_path / "old", replace(scores, routers=None), provenance)
+    assert load_scores(tmp_path / "old")[0].routers is None
+    out = script("plan", tmp_path / "old", "--sparsity", 0.5, "--block-size", 32).out
+    assert "groups of experts are unknown" in out

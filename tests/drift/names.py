@@ -104,7 +104,7 @@ STAND_INS = {
 NOT_INSTANTIATED = {f"{OURS}.serving.unavailable_config.UnavailableConfig"}
 
 # public methods of our classes that override nothing of theirs
-OWN_METHODS = {f"{OURS}.modifiers.coverage.CoverageModifier.require_channels"}
+OWN_METHODS = {f"{OURS}.modifiers.coverage.CoverageModifier.check_budget"}
 
 # attributes that the declared class of a value lacks: those of its subclasses, and our own
 ELSEWHERE = {

@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode
 
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import correction_biases, find_moe_layers
-from moe_coverage_plugin.modeling.router_mask import mask_router
+from moe_coverage_plugin.modeling.router_mask import check_maskable, mask_router
 from moe_coverage_plugin.modeling.slicing import remove_expert
 from tests.checkpoint.runs import linear_model, logits
 from tests.tiny import CONFIGS
@@ -218,22 +218,69 @@ PRODUCTS = {
     "mm": lambda x, router: x.mm(router.weight_HE),
     "addmm": lambda x, router: torch.addmm(torch.zeros(len(router.weight)), x, router.weight_HE),
     "multiply and add": lambda x, router: (x[:, None] * router.weight).sum(-1),
+    "bmm": lambda x, router: x[None].bmm(router.weight_HE[None])[0],
+    "inner": lambda x, router: torch.inner(x, router.weight),
+    "tensordot": lambda x, router: torch.tensordot(x, router.weight_HE, 1),
+    "into a buffer": lambda x, router: into_buffer(x, router.weight_HE),
+    "autograd function": lambda x, router: Product.apply(x, router.weight_HE),
+    "weight cast and cached": lambda x, router: torch.nn.functional.linear(x.double(), cached(router)).float(),
+    "sigmoid": lambda x, router: torch.logit((x @ router.weight_HE).sigmoid()),
+    "noise": lambda x, router: x @ router.weight_HE + torch.randn(len(x), len(router.weight)),
     "transposed": lambda x, router: (router.weight @ x.T).T,
+    "script": lambda x, router: scripted_product(x, router.weight_HE),
     "masked, then replaced": lambda x, router: (x @ router.weight_HE).nan_to_num(neginf=1e9),
+    "own bias of scores": lambda x, router: (x @ router.weight_HE).sigmoid() + torch.linspace(0, 0.1, 8),
+    "shifted scores": lambda x, router: (y := x @ router.weight_HE) - y.amin(-1, keepdim=True),
 }
 UNMASKABLE = {
-    "multiply and add": "computes its logits by none of linear, matmul, mm, addmm and einsum",
+    "multiply and add": "computes its logits by none of linear, matmul, mm, addmm, .* and einsum",
     "transposed": "[0-9]+ outputs but 8 experts",
+    "script": "computes its logits by none of linear",
     "masked, then replaced": "chooses removed experts although their logits are -inf",
+    "own bias of scores": "chooses removed experts although their logits are -inf",
+    "shifted scores": "chooses removed experts although their logits are -inf",
 }
 
 
-def with_own_router(product: str):
+class Product(torch.autograd.Function):
+    """A product with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.T, x.T @ grads[0]
+
+
+@torch.jit.script
+def scripted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(x, weight)
+
+
+def into_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    buffer = x.new_empty(len(x), weight.shape[1])
+    torch.matmul(x.detach(), weight.detach(), out=buffer)
+    return buffer
+
+
+def cached(router) -> torch.Tensor:
+    if not hasattr(router, "_cast"):
+        router._cast = router.weight.detach().double()
+    return router._cast
+
+
+def with_own_router(product: str, remove: bool = True):
     """A model whose first MoE layer has such a router and lost two experts."""
     model = linear_model("qwen3_moe")
     layer = find_moe_layers(model)[0]
     layer.moe.gate = OwnRouter(layer.router, product)
     layer = find_moe_layers(model)[0]
+    if not remove:
+        return model, layer
     for expert in (1, 6):
         remove_expert(layer, expert)
     return model, layer
@@ -242,7 +289,7 @@ def with_own_router(product: str):
 @pytest.mark.parametrize("product", [name for name in PRODUCTS if name not in UNMASKABLE])
 def test_a_router_of_another_product_is_masked(product):
     model, layer = with_own_router(product)
-    before = layer.router(torch.randn(50, 128))[2]
+    before = layer.router(torch.randn(200, 128))[2]
     assert torch.isin(before, torch.tensor([1, 6])).any()
     mask_router(layer)
     ids, weights = routing(model)[layer.name]
@@ -283,11 +330,75 @@ def test_the_check_changes_neither_the_random_state_nor_the_mode(log):
     assert not log
 
 
-def test_a_router_that_cannot_be_run_alone_is_reported(log):
-    _, layer = with_own_router("@")
-    layer.router.forward = lambda *, position_ids: position_ids
-    mask_router(layer)
-    assert any("could not be run to check its mask" in message for message in log)
+class PlainLayer(torch.nn.Module):
+    """A layer that gives its router an argument that only it has, as code beside a checkpoint may do."""
+
+    def __init__(self, moe: torch.nn.Module, known: bool):
+        super().__init__()
+        self.gate, self.experts, self.known = moe.gate, moe.experts, known
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert self.known or hidden_states.shape[1] == 100
+        _, weights, ids = self.gate(hidden_states=hidden_states.flatten(0, 1), scale=1.0)
+        return self.experts(hidden_states.flatten(0, 1), ids, weights).view_as(hidden_states)
+
+
+class ScaledRouter(OwnRouter):
+    def forward(self, *, hidden_states: torch.Tensor, scale: float):
+        return super().forward(hidden_states * scale)
+
+
+@pytest.mark.parametrize("product", ["@", "masked, then replaced"])
+@pytest.mark.parametrize("known", [True, False], ids=["run by its layer", "not run before the model"])
+def test_a_router_that_cannot_be_run_alone(product, known, log):
+    """Field case 2.9: it is checked inside its layer, or when the model runs first, not left unchecked."""
+    model = linear_model("qwen3_moe")
+    layer = find_moe_layers(model)[0]
+    layer.moe.gate = ScaledRouter(layer.router, product)
+    model.set_submodule(layer.name.rpartition(".")[0], PlainLayer(layer.moe, known))
+    layer = find_moe_layers(model)[0]
+    for expert in (1, 6):
+        remove_expert(layer, expert)
+
+    def mask_and_run():
+        mask_router(layer)
+        assert any("could not be run to check its mask" in message for message in log) != known
+        return routing(model)[layer.name][0]
+
+    if product == "@":
+        assert not torch.isin(mask_and_run(), torch.tensor([1, 6])).any()
+    else:
+        with pytest.raises(CoverageError, match="chooses removed experts"):
+            mask_and_run()
+        assert _get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_mask_is_tried_before_anything_is_removed(product):
+    """Field case 2.9: for every way to compute logits, a clear error or a mask that works, and nothing changes."""
+    model, layer = with_own_router(product, remove=False)
+    before = logits(model) if product != "noise" else None
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if product in UNMASKABLE:
+        with pytest.raises(CoverageError, match=rf"OwnRouter.*use layout='padded'|{UNMASKABLE[product]}"):
+            check_maskable(layer)
+    else:
+        check_maskable(layer)
+    assert not layer.router._forward_hooks
+    assert not layer.router._forward_pre_hooks
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert before is None or torch.equal(logits(model), before)
+
+
+def test_trying_a_mask_leaves_every_family_unchanged(family, log):
+    """Field case 2.9: no false alarm, and correction biases are restored."""
+    name, model = family
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for layer in find_moe_layers(model):
+        check_maskable(layer)
+        assert not layer.router._forward_hooks
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    assert not [message for message in log if "could not be run" in message], name
 
 
 def test_a_table_of_token_ids_raises():
