@@ -6,12 +6,13 @@ patch can go. ``docs/patches.md`` says what to remove then.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from importlib.util import find_spec
 from inspect import getsource
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -140,8 +141,28 @@ def test_saving_has_no_hook() -> None:
     assert [*inspect.signature(toolkit_saving.modify_save_pretrained).parameters] == ["model"]
 
 
+def test_saving_a_copy_saves_the_original() -> None:
+    model = torch.nn.Module()
+    saved: list[torch.nn.Module] = []
+
+    def save_pretrained(self: torch.nn.Module, *_args: object, **_options: object) -> None:
+        saved.append(self)
+        raise InterruptedError
+
+    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+    toolkit_saving.modify_save_pretrained(model)  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError):
+        copy.deepcopy(model).save_pretrained("out")  # type: ignore[operator]
+    assert saved == [model]
+
+
 def test_saving_replaces_the_config() -> None:
     assert "resave_config(model.config, save_dir)" in getsource(toolkit_saving.modify_save_pretrained)
+
+
+def test_saving_copies_layers_that_predict_several_tokens() -> None:
+    save = "save_mtp_tensors_to_checkpoint(model.name_or_path, save_dir)"
+    assert save in getsource(toolkit_saving.modify_save_pretrained)
 
 
 def test_the_recipe_is_that_of_the_session() -> None:

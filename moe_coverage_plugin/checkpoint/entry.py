@@ -57,5 +57,4 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_exp
     # last, because the entry records the config as well
     manifest = replace(manifest, contents=record_contents(directory, manifest, config))
     (config if at_top else config["quantization_config"])[CONFIG_KEY] = manifest.to_entry()
-    # patch: source-config
     write_atomically(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from moe_coverage_plugin.checkpoint.left_out import LEFT_OUT_KEY
 from moe_coverage_plugin.checkpoint.origin import CARD_NAME, TAG, Origin
 from moe_coverage_plugin.expert_scheme import describe_numbers, quantized_groups
-from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import PICTURES_NAME, REPORT_NAME, SCORES_NAME, Manifest, report_layers
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
@@ -32,6 +32,7 @@ def write_card(
     origin: Origin,
     quantized: bool,
     loads_in_transformers: bool,
+    tokenizer: bool = False,
 ) -> None:
     """Write the card of a checkpoint from its other files; a card that is there already is left unchanged.
 
@@ -44,6 +45,7 @@ def write_card(
         quantized: the quantization in ``config.json`` is that of the weights. The file can also be inherited from a
             quantized checkpoint whose weights were decompressed.
         loads_in_transformers: stock transformers loads the checkpoint.
+        tokenizer: the checkpoint will have a tokenizer.
     """
     path = directory / CARD_NAME
     if path.exists():
@@ -70,7 +72,8 @@ def write_card(
         float8_inputs=any((kind.get("num_bits"), kind.get("type")) == (8, "float") for kind in activations),
         loads_in_transformers=loads_in_transformers,
         own_code="auto_map" in config,
-        tokenizer=has_tokenizer(directory),
+        tokenizer=tokenizer,
+        left_out=_left_out(report),
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "",
         made=_made(directory, manifest.provenance),
         licence=_plain(licence) if "license" in origin.inherited else None,
@@ -114,6 +117,17 @@ def _figures(directory: Path, manifest: Manifest, report: Mapping[str, Any]) -> 
         "size_before": _mebibytes(size_before) if type(size_before) is int else None,
         "coverage": f"{min(shares):.1%} to {max(shares):.1%}" if shares and len(shares) == len(layers) else None,
     }
+
+
+def _left_out(report: Mapping[str, Any]) -> str | None:
+    """Describe the layers that were not saved; the report of an untrusted checkpoint can hold anything."""
+    found = report.get(LEFT_OUT_KEY)
+    if not isinstance(found, Mapping):
+        return None
+    tensors, size = found.get("tensors"), found.get("size")
+    if type(tensors) is int and tensors > 0 and type(size) is int:
+        return f"{tensors:,} tensors, {_mebibytes(size)}"
+    return "none in the files of the base model"
 
 
 def _mebibytes(size: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers import __version__ as version
 
 from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
+from moe_coverage_plugin.files.weights import open_weights, weight_files
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+
+# as safetensors names them
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def read_config(
@@ -42,13 +48,28 @@ def read_config(
             f"{file} has attention computed by {kernel}, code from elsewhere: remove it from the file, or open the "
             "checkpoint with trust_remote_code=True"
         )
-    if not isinstance(config.dtype, torch.dtype):
-        raise CoverageError(f"{file} has dtype {config.dtype!r}, which torch does not have: copy the checkpoint again")
+    # some files have the dtype of the language model only, and some none
+    dtype = config.dtype or text_config.dtype or _stored_dtype(path)
+    if not isinstance(dtype, torch.dtype):
+        raise CoverageError(f"{file} has dtype {dtype!r}, which torch does not have: copy the checkpoint again")
+    config.dtype = dtype
     setattr(text_config, width_key, manifest.intermediate_size)
     config._name_or_path = str(path)
     quantization = {key: value for key, value in quantization.items() if key != CONFIG_KEY}
     has_schemes = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
     return config, quantization if has_schemes else None
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """Return the dtype of most floating-point weights in the files, of those with more than one byte."""
+    sizes: Counter[str] = Counter()
+    for file in weight_files(path):
+        with open_weights(file) as shard:
+            for name in shard.keys():  # noqa: SIM118 - an open file is not a mapping
+                tensor = shard.get_slice(name)
+                if tensor.get_dtype() in FLOATS:
+                    sizes[tensor.get_dtype()] += prod(tensor.get_shape())
+    return FLOATS[max(sizes, key=sizes.__getitem__)] if sizes else torch.float32
 
 
 @contextmanager

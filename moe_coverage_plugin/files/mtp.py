@@ -44,8 +44,12 @@ def is_mtp_name(name: str, config: Mapping[str, Any]) -> bool:
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
     """Return how many layers that predict several tokens a config counts, in any of its parts."""
-    counts = [value for key in COUNT_KEYS if type(value := config.get(key)) is int]
-    return max(counts + [mtp_layers(part) for part in config.values() if isinstance(part, Mapping)], default=0)
+    most, parts = 0, [config]
+    while parts:
+        part = parts.pop()
+        most = max([most, *(value for key in COUNT_KEYS if type(value := part.get(key)) is int)])
+        parts += [value for value in part.values() if isinstance(value, Mapping)]
+    return most
 
 
 def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,18 @@ from pathlib import Path
 
 # every kind of tokenizer has at least one of these files
 NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# all that tokenizers are saved in, with their chat templates
+FILES = (
+    *NAMES,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "vocab.txt",
+)
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -10,6 +10,7 @@ from llmcompressor.modifiers import Modifier
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.checkpoint.contents import WEIGHTS
 from moe_coverage_plugin.checkpoint.staging import check_output
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears
@@ -30,7 +31,7 @@ def check_run_output(
         before: modifiers before the pruning, which may write scores.
 
     Raises:
-        CoverageError: scores would be written into the output, or see
+        CoverageError: scores would be written into the output, the generation config cannot be saved, or see
             :func:`~moe_coverage_plugin.checkpoint.staging.check_output`.
     """
     run = running_oneshot()
@@ -39,17 +40,36 @@ def check_run_output(
     output = Path(run.output_dir)
     score_files = [other.save_scores for other in before if isinstance(other, AttributionModifier)]
     for path in filter(None, score_files):
-        # the checkpoint is written last, into a directory that must be empty
-        if Path(path).resolve().is_relative_to(output.resolve()):
+        if Path(path).resolve().parent == output.resolve() and WEIGHTS.fullmatch(Path(path).name):
             raise CoverageError(
-                f"save_scores={path} is in the output {output}, which must stay empty until the checkpoint is "
-                "written with a copy of the scores: name a file beside it, or leave save_scores out"
+                f"save_scores={path} is in the output {output}, where engines would load it as weights: name a file "
+                "beside it, or leave save_scores out, since the checkpoint has a copy of the scores"
             )
     with disable_onloading():
         expert_bytes = sum(linear.weight.nbytes for layer in layers for linear in expert_linears(layer))
     kept_bytes = int(model_bytes(model) - expert_bytes * sparsity)
     # a lower bound, so that no run that would fit stops: four bits and scales take more than a quarter of 16
     check_output(output, needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
+    _check_generation(model)
+
+
+def _check_generation(model: PreTrainedModel) -> None:
+    """Check what transformers checks when it saves a model, after the work.
+
+    Raises:
+        CoverageError: the generation config cannot be saved.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is None or not model.can_generate():
+        return
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        cause = " ".join(str(error).split())
+        raise CoverageError(
+            f"transformers saves no generation_config with settings that contradict each other ({cause}): change "
+            "model.generation_config, or generation_config.json beside the model"
+        ) from error
 
 
 def model_bytes(model: Module) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.checkpoint.entry import write_entry
@@ -115,10 +116,28 @@ def test_report_and_recipe_are_written(written):
     assert (output / "generation_config.json").is_file() or (output / "config.json").is_file()
 
 
-def test_permissions_follow_the_umask(written):
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007], ids=oct)
+def test_permissions_follow_the_umask(written, tmp_path, umask):
+    """Field case 2.13: of every file and directory, so that a server of another user or group can read them."""
+    before = os.umask(umask)
+    try:
+        load(written[0]).save_pretrained(tmp_path / "out")
+        modes = {path: path.stat().st_mode & 0o777 for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]}
+    finally:
+        os.umask(before)
+    assert modes == {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in modes}
+
+
+def test_files_of_a_run_follow_the_umask(written):
+    """Field case 2.13: with scores, tokenizer and recipe."""
     umask = os.umask(0)
     os.umask(umask)
-    assert written[0].stat().st_mode & 0o777 == 0o777 & ~umask
+    paths = [written[0], *written[0].rglob("*")]
+    assert {"model.safetensors", "scores.safetensors", "tokenizer.json", "moe_coverage"} <= {
+        path.name for path in paths
+    }
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "deepseek_v2"])
@@ -143,12 +162,15 @@ def test_width_of_a_nested_config(tmp_path):
     text = {"moe_intermediate_size": 128, "intermediate_size": 256, "num_experts": 2}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": vision, "hidden_size": 8}))
     manifest = Manifest("ragged", 128, {"model.layers.0.mlp.experts": [96, 32]})
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     write_entry(tmp_path, manifest, quantized=False)
     after = config_json(tmp_path)
     assert after["text_config"] == text | {"moe_intermediate_size": 32}
     assert after["vision_config"] == vision
     assert "moe_intermediate_size" not in after
-    assert Manifest.from_checkpoint(tmp_path) == manifest
+    stored = Manifest.from_checkpoint(tmp_path)
+    assert stored is not None
+    assert stored.widths == manifest.widths
 
 
 @pytest.mark.parametrize("layout", ["padded", "uniform"])
@@ -205,15 +227,6 @@ def test_push_to_hub_stops(pruned, tmp_path):
     assert_absent(tmp_path / "out")
 
 
-def test_a_directory_that_is_not_empty(pruned, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CoverageError, match="not empty"):
-        pruned.save_pretrained(tmp_path / "out")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-
-
 def test_an_empty_directory_is_used(pruned, tmp_path):
     (tmp_path / "out").mkdir()
     pruned.save_pretrained(tmp_path / "out")
@@ -223,7 +236,7 @@ def test_an_empty_directory_is_used(pruned, tmp_path):
 def test_a_file_in_the_way(pruned, tmp_path):
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
-        with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
+        with pytest.raises(CoverageError, match=r"exists and is not a directory|cannot be created"):
             pruned.save_pretrained(target)
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
@@ -251,7 +264,7 @@ def test_links_in_a_circle(tmp_path):
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
     for target in ("one", "one/out"):
-        with pytest.raises(CoverageError, match=r"exists and is not empty|cannot be created"):
+        with pytest.raises(CoverageError, match=r"exists and is not a directory|cannot be created"):
             check_output(tmp_path / target)
 
 

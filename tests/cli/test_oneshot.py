@@ -226,7 +226,7 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
         ({"data": ["DIRECTORY", "SHORT"]}, "give the data set alone, or files only"),
         ({"data": "LINES"}, "LINES.jsonl cannot be read as json"),
         ({"data": "CHAT"}, "has no text in 'text', only messages: make text of 'messages' by tokenizer.apply_chat"),
-        ({"output": "."}, "exists and is not empty"),
+        ({"output": "."}, "is the current directory, which a complete checkpoint cannot replace"),
         ({"samples": 0}, "--samples is 0"),
         ({"sequence-length": -1}, "--sequence-length is -1"),
         ({"batch-size": 0}, "--batch-size is 0"),

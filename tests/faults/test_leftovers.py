@@ -71,10 +71,10 @@ def test_other_files_stay(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     assert remove_leftovers(tmp_path / "absent" / "out") == []
 
 
-def test_a_directory_that_is_not_empty_keeps_what_is_beside_it(tmp_path: Path, partials: tuple[Path, Path]) -> None:
+def test_a_directory_with_another_model_keeps_what_is_beside_it(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").touch()
-    with pytest.raises(ValueError, match="not empty"):
+    (tmp_path / "out" / "config.json").touch()
+    with pytest.raises(ValueError, match="not of this model"):
         check_output(tmp_path / "out")
     assert partials[0].is_dir()
 

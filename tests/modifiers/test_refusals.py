@@ -427,10 +427,12 @@ def test_model_of_equal_widths_pruned_in_two_runs_and_then_again(source: Path, o
 # --- output
 
 
-def test_output_not_empty(pristine: PreTrainedModel, tmp_path: Path):
-    (tmp_path / "note.txt").write_text("mine")
-    assert re.search("exists and is not empty: choose another", refusal(pristine, pruning(), tmp_path))
-    assert (tmp_path / "note.txt").read_text() == "mine"
+def test_output_has_another_model(pristine: PreTrainedModel, tmp_path: Path):
+    """Field case 2.5: found before calibration."""
+    (tmp_path / "config.json").write_text("{}")
+    message = refusal(pristine, pruning(), tmp_path)
+    assert re.search(r"has weights or a config that are not of this model \(config.json\): choose another", message)
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_output_below_a_file(pristine: PreTrainedModel, tmp_path: Path):
@@ -445,13 +447,14 @@ def test_output_is_a_file(pristine: PreTrainedModel, tmp_path: Path):
 
 
 def test_scores_saved_into_the_output(pristine: PreTrainedModel, tmp_path: Path, monkeypatch):
-    """The output would not be empty when the checkpoint is written, hours later."""
+    """Engines would load the scores as weights; the checkpoint has a copy in a subfolder."""
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
-    for path in ("out/scores.bin", str(tmp_path / "out" / "scores.bin"), "out/../out/scores.bin"):
+    name = "scores.safetensors"
+    for path in (f"out/{name}", str(tmp_path / "out" / name), f"out/../out/{name}"):
         recipe = [AttributionModifier(save_scores=path, **paper_method.ATTRIBUTION), *pruning()[1:]]
         message = refusal(pristine, recipe, tmp_path / "out")
-        assert re.search(r"save_scores=\S+scores.bin is in the output \S+out, .* beside", message)
+        assert re.search(r"save_scores=\S+scores.safetensors is in the output \S+out, .* beside", message)
 
 
 def test_disk_too_small(pristine: PreTrainedModel, output: Path, monkeypatch: pytest.MonkeyPatch):
