@@ -82,9 +82,9 @@ PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "trans
 RESULT = Path(__file__).with_name("results") / "memory.json"
 NAME = "memory"
 BEGIN, END = markers(NAME)
-INTRODUCTION = f"""## Peak memory of a whole job
+INTRODUCTION = f"""## Peak memory of a complete job
 
-Written by `python -m benchmarks.memory --render`. The docstring of `benchmarks/memory.py` says what the openings are
+Written by `python -m benchmarks.memory --render`. The docstring of `benchmarks/memory.py` describes the openings
 and how memory is counted.
 
 {BEGIN}

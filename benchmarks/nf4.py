@@ -1,9 +1,9 @@
-"""NF4 of bitsandbytes compared with W4A16: loss, bytes and speed in transformers, and the effect of aligned widths.
+"""Compares NF4 of bitsandbytes with W4A16: loss, bytes and speed in transformers, and the effect of aligned widths.
 
 Prunes a model by the recommended recipe and by the paper's, to exact widths and to blocks of 64, and opens the results
-in 16 bit, in NF4, and from a checkpoint in W4A16, which is decompressed. Experts are linear layers in the toolkit's
-container in all variants, because transformers has the experts of a layer in one tensor, which bitsandbytes leaves in
-16 bit. Speeds are measured in rounds, each with all variants.
+in 16 bit, in NF4, and from a checkpoint in W4A16, which is decompressed. In all variants, experts are linear layers in
+the toolkit's container, because transformers stores the experts of a layer in one tensor, which bitsandbytes does not
+quantize. Speeds are measured in rounds, each with all variants.
 
     python -m benchmarks.nf4                       # the mini-MoE of this repository, on this machine
     python -m benchmarks.nf4 --model testbed=DIR --calibration web=web.txt code=code.txt --evaluation wiki=wiki.txt
@@ -50,7 +50,8 @@ PACKAGES = (
 NF4_BLOCK = 64
 SCALE_BYTES = 4
 NF4_BYTES = 0.5 + SCALE_BYTES / NF4_BLOCK
-"""Bytes of a number, without double quantization."""
+"""Bytes per number, without double quantization."""
+
 PROMPT = 32
 
 PRUNINGS: dict[tuple[str, str], Callable[[float], Recipe]] = {
@@ -82,7 +83,7 @@ class Variant:
         return f"{self.method}-{self.widths}-{self.bits}"
 
     def open(self, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Open the model, to compute in ``dtype``."""
+        """Open the model to compute in ``dtype``."""
         config = None
         if self.weights.startswith("NF4"):
             config = BitsAndBytesConfig(
@@ -96,7 +97,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """All rows; exact widths are not multiples of the groups of W4A16."""
+    """List all rows, without W4A16 for exact widths, which are not multiples of its groups."""
     return [
         Variant(method, widths, weights)
         for method, widths in PRUNINGS
@@ -119,7 +120,7 @@ def write_checkpoints(bench: Bench, args: argparse.Namespace, directory: Path, c
 
 
 def stored_expert_bytes(checkpoint: Path) -> int:
-    """Bytes of experts in the files; a floating-point number counts 2 bytes, whatever its dtype."""
+    """Return the bytes of experts in the files; a floating-point number counts 2 bytes, whatever its dtype."""
     total = 0
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
@@ -129,7 +130,7 @@ def stored_expert_bytes(checkpoint: Path) -> int:
 
 
 def held_expert_bytes(model: PreTrainedModel) -> int:
-    """Bytes of experts in memory, as :func:`stored_expert_bytes` counts; in NF4 with scales and tables."""
+    """Return the bytes of experts in memory, counted as in the files; in NF4 with scales and tables."""
     held: dict[int, int] = {}
     for layer in find_moe_layers(model):
         for linear in expert_linears(layer):
@@ -148,12 +149,12 @@ def _state_tensors(state: Any) -> Iterable[Tensor]:
 
 
 def padding(model: PreTrainedModel) -> dict[str, float]:
-    """Bytes of padding to blocks of 64 numbers in NF4, with scales of 4 bytes.
+    """Compute the bytes of padding to blocks of 64 numbers in NF4, with scales of 4 bytes.
 
     Returns:
-        ``bytes`` of the experts without padding, and the padding: ``held`` by bitsandbytes, whose blocks continue from
-        row to row; ``by_rows``, if each row began a block; ``by_channels``, if each expert were padded to a multiple
-        of 64 channels. ``aligned`` is the share of kept experts whose width is such a multiple.
+        ``bytes`` of the experts without padding, and bytes of padding: ``held`` in bitsandbytes, whose blocks continue
+        in the next row; ``by_rows`` if each row began a new block; ``by_channels`` if each expert were padded to a
+        multiple of 64 channels. ``aligned`` is the share of kept experts whose width is a multiple of 64.
     """
     numbers, held, by_rows, by_channels, widths = 0, 0, 0, 0, []
     for layer in find_moe_layers(model):
@@ -175,12 +176,12 @@ def padding(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _missing(count: int) -> int:
-    """Numbers that are missing in the last block."""
+    """Return how many numbers the last block lacks."""
     return -count % NF4_BLOCK
 
 
 def seconds_of(run: Callable[[PreTrainedModel], object], model: PreTrainedModel) -> float:
-    """Seconds of one run, until the device has finished."""
+    """Return the seconds of one run, until the device has finished."""
     _finish()
     start = time.perf_counter()
     run(model)
@@ -206,7 +207,7 @@ def _decode(model: PreTrainedModel, ids_S: Tensor, tokens: int) -> None:
 
 
 def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Tokens per second of each model, and ratio to the first model: median over rounds of the ratio in a round."""
+    """Measure tokens per second of each model, and the ratio to the first model (median of the ratios per round)."""
     ids_BS = ids_WS[: args.batch_size].to(args.device)
     runs: dict[str, tuple[Callable[[PreTrainedModel], object], int]] = {
         "forward": (lambda model: _forward(model, ids_BS), ids_BS.numel()),
@@ -215,7 +216,7 @@ def measure_speeds(models: list[PreTrainedModel], ids_WS: Tensor, args: argparse
     measured: list[dict[str, float]] = [{} for _ in models]
     for name, (run, tokens) in runs.items():
         for model in models:
-            # to compile kernels
+            # warm-up, which compiles kernels
             run(model)
         rounds = [[seconds_of(run, model) for model in models] for _ in range(args.rounds)]
         for index, figures in enumerate(measured):

@@ -1,4 +1,4 @@
-r"""The protocol of the paper (arXiv 2606.18304): one command for each row of its tables; needs the models' weights.
+r"""Runs the protocol of the paper (arXiv 2606.18304), with one command for each row of its tables.
 
     python -m benchmarks.paper_protocol --model qwen3-30b-a3b --variant coverage_p50 --task gsm8k \
         --calibration c4=c4.txt gsm8k=gsm8k_train.txt code=code.txt --work paper
@@ -8,12 +8,13 @@ or --task to run all of them in turn; --dry-run prints the commands instead. Fin
 checkpoints are kept, and ``moe-coverage eval`` skips tasks that have results. At the end, a table of each model is
 printed.
 
-Tasks are those of lm-eval: 0-shot, MMLU 5-shot, GSM8K with the 8 worked examples of gsm8k_cot, MATH-500 scored as
-hendrycks_math500. lm-eval downloads their data. HumanEval runs programs that the model writes, so it needs
---run-unsafe-code, and HF_ALLOW_CODE_EVAL=1 in the environment. DeepSeek-MoE-16B has Python files of its own, which
-`moe-coverage oneshot` does not run: write its checkpoints from Python, to the directories that --dry-run prints.
+It needs the weights of the models. Tasks are those of lm-eval, which downloads their data: 0-shot, except MMLU
+(5-shot) and GSM8K (the 8 worked examples of gsm8k_cot); MATH-500 is hendrycks_math500. HumanEval runs programs that
+the model writes, so it needs --run-unsafe-code, and HF_ALLOW_CODE_EVAL=1 in the environment. DeepSeek-MoE-16B has its
+own Python files, which `moe-coverage oneshot` does not run: write its checkpoints from Python to the directories that
+--dry-run prints.
 
-For calibration on the domain of the task, give several texts, NAME=FILE, and --matched: a task is then measured on a
+To calibrate on the domain of each task, give several texts, NAME=FILE, and --matched. A task is then measured on a
 checkpoint that was calibrated on its domain (gsm8k for GSM8K and MATH-500, code for HumanEval, c4 for all others).
 Otherwise, checkpoints are calibrated on all texts, in proportion to their sizes.
 
@@ -30,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# for Qwen3-30B-A3B of the paper, the authors' configurations name Qwen3-30B-A3B-Thinking-2507: --model NAME=PATH
+# the authors' configurations use Qwen3-30B-A3B-Thinking-2507 for the paper's Qwen3-30B-A3B: give it as NAME=PATH
 MODELS = {
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "deepseek-moe-16b": "deepseek-ai/deepseek-moe-16b-base",
@@ -45,7 +46,14 @@ SCRIPT = ("-m", "moe_coverage_plugin.cli")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the paper measures a task: name in lm-eval, number of worked examples, and domain of its text."""
+    """How the paper measures a task.
+
+    Attributes:
+        task: name of the task in lm-eval.
+        few_shot: number of worked examples, ``None`` for the default of the task.
+        domain: text to calibrate on with ``--matched``.
+        runs_code: whether the task runs programs that the model writes.
+    """
 
     task: str
     few_shot: int | None = None
@@ -61,7 +69,7 @@ TASKS = {
     "boolq": Protocol("boolq"),
     "winogrande": Protocol("winogrande"),
     "mmlu": Protocol("mmlu", few_shot=5),
-    # the task file has its eight worked examples
+    # the task file of lm-eval contains the eight worked examples
     "gsm8k": Protocol("gsm8k_cot", domain="gsm8k"),
     "humaneval": Protocol("humaneval", domain="code", runs_code=True),
     "math500": Protocol("hendrycks_math500", domain="gsm8k"),
@@ -79,11 +87,11 @@ class Row:
     corpus: str | None
 
     def checkpoint(self, work: Path) -> str:
-        """The directory to measure; that of the model itself if it is not pruned."""
+        """Return the checkpoint to measure; the model itself if it is not pruned."""
         return self.source if self.variant == UNPRUNED else str(work / self.model / "checkpoints" / self._name)
 
     def results(self, work: Path) -> Path:
-        """The file of the results."""
+        """Return the file of the results."""
         return work / self.model / f"{self._name}.json"
 
     @property
@@ -93,10 +101,10 @@ class Row:
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:
-    """Rows by model, then variant, then task.
+    """Yield rows by model, then variant, then task.
 
     Raises:
-        SystemExit: an unknown model or task, or a domain without text.
+        SystemExit: if a model is unknown, or a domain has no text.
     """
     models = dict(_named(each) for each in arguments.model) if arguments.model else MODELS
     local = [Path(file).stem for file in arguments.multiple_choice]
@@ -107,7 +115,7 @@ def rows(arguments: Namespace) -> Iterator[Row]:
 
 
 def commands(row: Row, arguments: Namespace) -> Iterator[list[str]]:
-    """Commands of a row: write the checkpoint, if it does not exist, and evaluate it."""
+    """Yield the commands of a row: write the checkpoint, if it does not exist, and evaluate it."""
     work = Path(arguments.work)
     checkpoint = row.checkpoint(work)
     if row.variant != UNPRUNED and not Path(checkpoint, "config.json").is_file():
@@ -128,14 +136,14 @@ def commands(row: Row, arguments: Namespace) -> Iterator[list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run rows, or print their commands; return the status of the first command that fails."""
     arguments = _parser().parse_args(argv)
-    asked = list(rows(arguments))
-    for row in asked:
+    selected = list(rows(arguments))
+    for row in selected:
         for command in commands(row, arguments):
             print(f"# {row.model}, {row.variant}, {row.task}\n{shlex.join(command)}", flush=True)
             if not arguments.dry_run and (status := subprocess.run(command, check=False).returncode):
                 return status
     tables: dict[str, dict[str, None]] = {}
-    for row in asked:
+    for row in selected:
         tables.setdefault(row.model, {})[str(row.results(Path(arguments.work)))] = None
     for files in tables.values():
         command = [*_eval(arguments), "--compare", *files]

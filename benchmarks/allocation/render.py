@@ -20,7 +20,7 @@ BEGIN, END = markers(NAME)
 FAILED = "error"
 """Cell of a row that could not be measured."""
 
-INTRODUCTION = f"""## What allocating channels by various methods costs
+INTRODUCTION = f"""## Loss of methods that allocate channels
 
 Written by `python -m benchmarks.allocation --render`. Every row is one run of the toolkit on a fresh copy of the
 model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, with 16 bits per

@@ -1,1 +1,1 @@
-"""Times our layer of experts of unequal width and vLLM's fused MoE on a GPU."""
+"""Times our layer with experts of unequal width and vLLM's fused MoE on a GPU."""

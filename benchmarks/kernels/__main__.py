@@ -1,4 +1,4 @@
-"""Times our layer of experts of unequal width and vLLM's fused MoE with equally many channels, all of one width.
+"""Times our layer with experts of unequal width, and vLLM's fused MoE with experts of one width and equal total width.
 
 Needs a GPU and vLLM. Each measured row is appended to a file of JSON lines. ``--render`` writes the tables of
 RESULTS.md from such files; of several rows for the same setting, the last one is used.

@@ -32,14 +32,14 @@ class Layer:
 
     Attributes:
         run: called with one of the copies.
-        copies: as many as were needed so far.
+        copies: copies made so far.
     """
 
     run: Callable[[Any, Call], Tensor]
     copies: list[Any]
 
     def copied(self, count: int) -> list[Any]:
-        """``count`` copies of the weights."""
+        """Return ``count`` copies of the weights."""
         while len(self.copies) < count:
             self.copies.append(copy.deepcopy(self.copies[0]))
         return self.copies[:count]
@@ -85,7 +85,7 @@ def ours(tensors: RaggedWeights, widths_E: Sequence[int], hidden: int) -> Layer:
 
 
 def stock(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
-    """Layers of one width in vLLM, by kernel and choice of tiles. Tensors are not changed."""
+    """Layers of vLLM with experts of one width, by kernel and choice of tiles. Tensors are not changed."""
     if tensors.w13.dtype == torch.int32:
         return {"Marlin": _marlin(tensors, shape)}
     of_8_bits = {"CUTLASS": _cutlass(tensors, shape)} if tensors.w13.dtype == torch.float8_e4m3fn else {}
@@ -95,7 +95,7 @@ def stock(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
 def _triton(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
     """Triton kernels of vLLM with its own choice of tiles.
 
-    If vLLM has no tuned tiles for this width, also with those that it has tuned for the unpruned width.
+    If vLLM has tuned tiles for the unpruned width but not for this one, there is a second layer with these tiles.
     """
     from vllm.model_executor.layers.fused_moe import fused_experts, override_config
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
@@ -112,7 +112,7 @@ def _triton(tensors: RaggedWeights, shape: Shape) -> dict[str, Layer]:
                 quant_config = fp8_w8a8_moe_quant_config(*weights[2:], per_act_token_quant=True, per_out_ch_quant=True)
             routing = call.topk_weights_TK, call.topk_ids_TK
             tokens = len(call.x_TH)
-            # None is vLLM's own choice; it is set explicitly because a failed call leaves its table behind
+            # None is vLLM's own choice; it is set explicitly because a failed call does not reset the table
             config = table[min(table, key=lambda size: abs(size - tokens))] if table else None
             with override_config(config):
                 return fused_experts(call.x_TH, *weights[:2], *routing, quant_config=quant_config)
@@ -178,7 +178,7 @@ def _marlin(tensors: RaggedWeights, shape: Shape) -> Layer:
     assert tensors.w2_scale is not None
     experts, device = shape.experts, tensors.w13.device
     workspace = marlin_utils.marlin_make_workspace_new(device, 4)
-    # releases with support for activation order take a permutation, which is empty here
+    # releases that support activation order require a permutation, which is empty here
     repack: Callable[..., Tensor] = ops.gptq_marlin_moe_repack
     with_order = "perm" in inspect.signature(repack).parameters
     order = [torch.empty(experts, 0, dtype=torch.int32, device=device)] if with_order else []

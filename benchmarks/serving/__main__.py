@@ -86,8 +86,8 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{name} ...", file=sys.stderr, flush=True)
             checkpoint, variant = Path(temporary, name), VARIANTS[name]
             write_checkpoint(checkpoint, shape, variant, args.seed)
-            asked = request | {"checkpoint": str(checkpoint), "ragged": variant.pruned}
-            result = measure_in_process(asked, logs / f"{name}.log")
+            own = request | {"checkpoint": str(checkpoint), "ragged": variant.pruned}
+            result = measure_in_process(own, logs / f"{name}.log")
             record["environment"] = record["environment"] or result["environment"]
             record["variants"][name] = result["figures"]
             record["ratios"] = ratios(record["variants"])
@@ -106,16 +106,16 @@ def measure_in_process(request: dict[str, Any], log: Path) -> dict[str, Any]:
         its output is printed.
     """
     checkpoint = Path(request["checkpoint"])
-    asked, result = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".result.json")
-    asked.write_text(json.dumps(request))
+    request_file, result_file = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".result.json")
+    request_file.write_text(json.dumps(request))
     # vLLM needs this to send functions to the engine's process
     environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    command = [sys.executable, "-m", "benchmarks.serving.variant", str(asked), str(result)]
+    command = [sys.executable, "-m", "benchmarks.serving.variant", str(request_file), str(result_file)]
     with log.open("w") as file:
         done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
     # written last, so it is complete even if the engine then fails to stop
-    if result.exists():
-        return json.loads(result.read_text())
+    if result_file.exists():
+        return json.loads(result_file.read_text())
     text = log.read_text()
     print(*text.splitlines()[-TAIL_LINES:], sep="\n", file=sys.stderr)
     return {"environment": None, "figures": {"error": last_error(text) or f"exit status {done.returncode}"}}

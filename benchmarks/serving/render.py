@@ -37,18 +37,18 @@ def write_results(files: Sequence[Path], path: Path) -> None:
 
 def section(record: dict[str, Any]) -> str:
     """Settings, figures of every variant, and their ratios as Markdown."""
-    shape, asked, where = record["shape"], record["request"], record["environment"]
+    shape, request, environment = record["shape"], record["request"], record["environment"]
     measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
     head = [
-        f"Card: {where['card']}{_ranks(asked['tensor_parallel_size'])}.",
-        f"Versions: {', '.join(f'{package} {version}' for package, version in where['versions'].items())}.",
+        f"Card: {environment['card']}{_ranks(request['tensor_parallel_size'])}.",
+        f"Versions: {', '.join(f'{package} {version}' for package, version in environment['versions'].items())}.",
         f"Command: `{record['command']}`",
         f"Seed: {record['seed']}.",
         f"Shape: {shape['num_hidden_layers']} layers of {shape['num_experts']} experts with "
         f"{shape['moe_intermediate_size']} channels before pruning, hidden size {shape['hidden_size']}, "
         f"{shape['num_experts_per_tok']} experts per token.",
-        f"Decoding: {asked['new']} tokens after prompts of {asked['prompt']}, the fastest of repeated runs; "
-        f"{'without graphs' if asked['enforce_eager'] else 'with the default graphs of vLLM'}.",
+        f"Decoding: {request['new']} tokens after prompts of {request['prompt']}, the fastest of repeated runs; "
+        f"{'without graphs' if request['enforce_eager'] else 'with the default graphs of vLLM'}.",
         *(f"{name} failed: {figures['error']}" for name, figures in record["variants"].items() if "error" in figures),
     ]
     parts = ["\n".join(f"- {line}" for line in head), _table({n: _shown(f) for n, f in measured.items()})]

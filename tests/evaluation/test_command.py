@@ -121,9 +121,9 @@ doc_to_target: "{{{{answer}}}}"
 """
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "programs.yaml").write_text(config)
-    asked = (pruned, "--tasks", "programs", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
-    assert "runs programs that the model writes: add --run-unsafe-code" in error_of(*asked)
-    assert "fixed at 0 examples" in error_of(*asked, "--run-unsafe-code", "--few-shot", 5)
+    arguments = (pruned, "--tasks", "programs", "--include-path", tmp_path / "own", "--output", tmp_path / "out.json")
+    assert "runs programs that the model writes: add --run-unsafe-code" in error_of(*arguments)
+    assert "fixed at 0 examples" in error_of(*arguments, "--run-unsafe-code", "--few-shot", 5)
 
 
 @pytest.mark.parametrize(
