@@ -80,6 +80,7 @@ class Manifest:
                 "damaged, or written by a newer release of moe-coverage-plugin"
             )
         self._check_types()
+        self._check_limits()
         if not self.widths:
             raise CoverageError(
                 f"{CONFIG_KEY} entry names no layer, at least 1 is needed: it is damaged, copy config.json again"
@@ -91,6 +92,14 @@ class Manifest:
                 f"{CONFIG_KEY} layout {self.layout!r} needs one width, found {short(self.distinct_widths)}: the entry "
                 "is damaged, copy config.json again"
             )
+
+    def _check_limits(self) -> None:
+        sizes_and_limits = (
+            ("experts in a layer", max(map(len, self.widths.values()), default=0), MOST_EXPERTS),
+            ("channels in an expert (intermediate_size)", self.intermediate_size, MOST_CHANNELS),
+        )
+        for what, size, most in sizes_and_limits:
+            _check_limit(what, size, most)
 
     def _check_types(self) -> None:
         sizes = (self.intermediate_size, self.block_size)
@@ -110,18 +119,6 @@ class Manifest:
                 f"{CONFIG_KEY} entry has block_size {self.block_size}, expected at least 1: it is damaged, copy "
                 "config.json again"
             )
-        experts = max((len(widths) for _, widths in layers if widths is not None), default=0)
-        sizes_and_limits = (
-            ("layers", len(layers), MOST_LAYERS),
-            ("experts in a layer", experts, MOST_EXPERTS),
-            ("channels in an expert (intermediate_size)", self.intermediate_size, MOST_CHANNELS),
-        )
-        for what, size, most in sizes_and_limits:
-            if size > most:
-                raise CoverageError(
-                    f"{CONFIG_KEY} entry names {short(size)} {what}, at most {most} are supported: it is damaged, "
-                    "copy config.json again"
-                )
 
     def _check_layer(self, name: str, widths: list[int]) -> None:
         for expert, width in enumerate(widths):
@@ -185,6 +182,8 @@ class Manifest:
                 f"{CONFIG_KEY} entry is {short(entry)}, which is not a mapping: it is damaged, copy config.json again"
             )
         known = {key: entry[key] for key in cls.__dataclass_fields__ if key in entry}
+        if isinstance(known.get("widths"), Mapping):
+            _check_limit("layers", len(known["widths"]), MOST_LAYERS)
         version = known.get("version")
         if isinstance(widths := known.get("widths"), dict) and all(isinstance(name, str) for name in widths):
             # JSON writers sort names as text, which puts layer 10 before layer 2
@@ -215,6 +214,14 @@ class Manifest:
         """
         config = read_json(Path(path) / "config.json")
         return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)
+
+
+def _check_limit(what: str, size: int, most: int) -> None:
+    if size > most:
+        raise CoverageError(
+            f"{CONFIG_KEY} entry names {short(size)} {what}, at most {most} are supported: it is damaged, copy "
+            "config.json again"
+        )
 
 
 def report_layers(report: Mapping[str, Any]) -> Mapping[str, Any]:

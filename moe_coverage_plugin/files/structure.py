@@ -197,11 +197,13 @@ def _check_fused(modules: Modules) -> None:
     for module in modules:
         parent, _, name = module.rpartition(".")
         parents[parent].add(name)
+    gated = {re.sub(r"\d+", "*", parent) for parent, names in parents.items() if "gate_proj" in names}
     for parent, names in parents.items():
         for parts in FUSED:
             present = [name for name in parts if name in names]
             # one alone can be all there is: a query beside compressed keys, an MLP without a gate
-            if not present or names & set(COMPRESSED) or present == ["up_proj"]:
+            without_gate = present == ["up_proj"] and re.sub(r"\d+", "*", parent) not in gated
+            if not present or names & set(COMPRESSED) or without_gate:
                 continue
             if len(present) != len(parts):
                 missing = next(name for name in parts if name not in names)

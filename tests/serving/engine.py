@@ -71,7 +71,7 @@ def open_engine(path: Path, **options: Any) -> Any:
     """A real ``vllm.LLM`` on a checkpoint, in its dtype."""
     from vllm import LLM
 
-    _inspect_models_in_this_process()
+    inspect_models_in_this_process()
     own = {"trust_remote_code": has_own_code(path), "dtype": checkpoint_dtype(path)}
     if has_latent_attention(path) and not torch.cuda.is_available() and own["dtype"] == "float32":
         # on processors with AMX vLLM prefers another backend, which takes 16-bit floats only
@@ -80,7 +80,7 @@ def open_engine(path: Path, **options: Any) -> Any:
     return LLM(str(path), **arguments)
 
 
-def _inspect_models_in_this_process() -> None:
+def inspect_models_in_this_process() -> None:
     """Make vLLM import a model's code in this process; a process for each model, to keep CUDA out, takes 15 s."""
     from vllm.model_executor.models import registry
 

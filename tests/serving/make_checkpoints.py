@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moe_coverage_plugin import load, recipe_path
 from moe_coverage_plugin.checkpoint import saving
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
+from tests.checkpoint.bases import make_bases
 from tests.tiny import GROUP_LIMITED, LISTED, VOCAB, add_tokenizer, save_model, token_batches
 
 PROMPT_TOKENS = 64
@@ -269,3 +270,4 @@ if __name__ == "__main__":
     for checkpoint_name in CHECKPOINTS:
         make(checkpoint_name, target, target / "sources")
     make_half_written(target)
+    make_bases(target / "mutations")
