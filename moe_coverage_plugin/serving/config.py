@@ -27,7 +27,7 @@ from moe_coverage_plugin.files.quantization import check_quantization
 from moe_coverage_plugin.files.weights import has_weights
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
-from moe_coverage_plugin.serving.deployment import check_deployment, serves_experts
+from moe_coverage_plugin.serving.deployment import NO_DRAFT, check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 
@@ -199,8 +199,19 @@ def check_local(model_name: str, manifest: Manifest | None) -> None:
 
 
 def check_unquantized(model_name: str, hf_config: PretrainedConfig) -> None:
-    """Check a checkpoint whose entry is at the top level of ``config.json``, for which vLLM asks no quantization."""
-    check_local(model_name, Manifest.from_quantization_config({CONFIG_KEY: getattr(hf_config, CONFIG_KEY, None)}))
+    """Check a checkpoint whose entry is at the top level of ``config.json``, for which vLLM asks no quantization.
+
+    Raises:
+        CoverageError: its files are damaged, or a pruned checkpoint is opened to predict several tokens.
+    """
+    manifest = Manifest.from_quantization_config({CONFIG_KEY: getattr(hf_config, CONFIG_KEY, None)})
+    check_local(model_name, manifest)
+    quantization_config = getattr(hf_config, "quantization_config", None)
+    # vLLM sets n_predict for a model's own draft, and then divides by it; our configs count no such layers
+    if getattr(hf_config, "n_predict", None) is not None and (
+        manifest is not None or Manifest.from_quantization_config(quantization_config) is not None
+    ):
+        raise CoverageError(NO_DRAFT.format("mtp"))
 
 
 def has_ragged_experts(quantization: object) -> bool:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 GATHERING_BACKEND = "allgather_reducescatter"
 """vLLM's default backend for data-parallel ranks, the only one that works without expert parallelism."""
 
+# of the method
+NO_DRAFT = (
+    "speculative_config has method {!r}, but a pruned checkpoint holds no layer that predicts several tokens, because "
+    "llm-compressor does not load such layers: serve without speculative_config, or with method 'ngram'"
+)
+
 
 def serves_experts(manifest: Manifest, quantized: bool) -> bool:
     """Return whether our method computes the experts of a checkpoint, because stock kernels cannot.
@@ -84,11 +90,7 @@ def check_features(vllm_config: VllmConfig, manifest: Manifest) -> None:
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and "mtp" in str(speculative.method):
-        raise CoverageError(
-            f"speculative_config has method {speculative.method!r}, but a pruned checkpoint holds no layer that "
-            "predicts several tokens, because llm-compressor does not load such layers: serve without "
-            "speculative_config, or with method 'ngram'"
-        )
+        raise CoverageError(NO_DRAFT.format(speculative.method))
     if vllm_config.model_config.using_transformers_backend() and manifest.removed_experts:
         raise CoverageError(
             "the model is run by transformers (model_impl), whose routers may still choose experts that were removed: "

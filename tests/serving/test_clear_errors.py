@@ -238,10 +238,19 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
         open_engine(checkpoint_path("ragged_fp32"))
 
 
-def test_layers_that_predict_several_tokens() -> None:
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("name", ["ragged_glm4", "ragged_deepseek_v3"])
+def test_layers_that_predict_several_tokens(tmp_path: Path, layers: int, name: str) -> None:
+    """Field case 2.1: configs count no such layers, those of earlier releases do; vLLM divides by the count."""
+    shutil.copytree(checkpoint_path(name), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": layers}
+    if not config["quantization_config"]["config_groups"]:
+        # as in 16-bit checkpoints of one width
+        config[CONFIG_KEY] = config.pop("quantization_config")[CONFIG_KEY]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     speculative = {"method": "mtp", "num_speculative_tokens": 1}
     with pytest.raises(ValueError, match="has method 'mtp', but a pruned checkpoint holds no layer"):
-        open_engine(checkpoint_path("ragged_glm4"), speculative_config=speculative)
+        open_engine(tmp_path, speculative_config=speculative)
 
 
 def test_models_run_by_transformers() -> None:
