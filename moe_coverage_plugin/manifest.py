@@ -213,6 +213,11 @@ class Manifest:
             CoverageError: as :meth:`from_quantization_config`; or the file is absent or not a JSON object.
         """
         config = read_json(Path(path) / "config.json")
+        if not isinstance(quantization := config.get("quantization_config"), Mapping | None):
+            raise CoverageError(
+                f"quantization_config in {Path(path) / 'config.json'} is {short(quantization)}, expected an object: "
+                "it is damaged, copy the checkpoint again"
+            )
         return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)
 
 

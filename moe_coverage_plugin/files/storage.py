@@ -111,7 +111,7 @@ def _check_packed(
         bits = " or ".join(str(WORD_BITS // count) for count in per_word)
         raise CoverageError(
             f"{module}.{PACKED} has shape {list(packed.shape)}, which is not the shape of {list(unpacked)} integers "
-            f"of {bits} bits ({SHAPE} and config.json): the files are of two checkpoints, {COPY}"
+            f"of {bits} bits ({module}.{SHAPE} and config.json): the files are of two checkpoints, {COPY}"
         )
     counts = group_counts(quantization, columns)
     if counts is not None and scale.shape not in (allowed := [(rows, count) for count in sorted(counts)]):

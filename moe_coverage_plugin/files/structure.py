@@ -84,7 +84,7 @@ def check_experts(
                 f"widths belong to different checkpoints, {AGAIN}"
             )
     for layer, widths in manifest.widths.items():
-        stored: dict[str, str] = {}
+        stored: dict[str, tuple[str, str]] = {}
         for expert, width in enumerate(widths):
             projections = experts.get((layer, expert), {})
             weights = {
@@ -96,16 +96,17 @@ def check_experts(
             if len(weights) != expected or len(projections) != expected:
                 raise CoverageError(
                     f"{layer} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "
-                    f"{len(weights)}: {AGAIN}"
+                    f"{len(weights)} ({', '.join(sorted(weights.values())) or 'none'}): {AGAIN}"
                 )
             for projection, name in weights.items():
                 module = name.rpartition(".")[0]
                 if manifest.layout == "ragged":
                     parts = ",".join(sorted(modules[module])) + tensors[name].dtype.replace("BF16", "F16")
-                    if stored.setdefault(projection, parts) != parts:
+                    first_name, first = stored.setdefault(projection, (name, parts))
+                    if first != parts:
                         raise CoverageError(
-                            f"{name} is stored in another way than {projection} of other experts of {layer}, all need "
-                            f"one scheme: {AGAIN}"
+                            f"{name} is stored in another way than {first_name}, but all experts of a layer need one "
+                            f"scheme: {AGAIN}"
                         )
                 shape = unpacked.get(module, tensors[name].shape)
                 hidden.add(_check_width(name, tensors[name].shape, shape, width, projection))

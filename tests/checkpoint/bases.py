@@ -23,15 +23,16 @@ def make_base(name: str, directory: Path) -> Path:
     """Write a checkpoint of two layers into ``directory / name``.
 
     Args:
-        name: one of :data:`tests.mutations.ALL`.
+        name: one of :data:`tests.mutations.ALL`, or another name of a layout and a scheme.
         directory: its model is written there, too.
     """
-    family = "qwen2_moe" if name in SHARED else "qwen3_moe"
+    family = "qwen2_moe" if name.startswith(SHARED) else "qwen3_moe"
     model = directory / "sources" / family
     if not model.exists():
         source(model, family)
     scheme = next((SCHEMES[part] for part in SCHEMES if name.endswith(part)), False)
-    prune(model, directory / name, "padded" if name.startswith("padded") else "ragged", scheme)
+    layout = next((layout for layout in ("padded", "uniform") if layout in name), "ragged")
+    prune(model, directory / name, layout, scheme)
     return directory / name
 
 

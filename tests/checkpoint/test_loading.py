@@ -241,9 +241,10 @@ def test_a_missing_tensor(damaged, which):
     name = kept_tensor(found) if which == "expert" else which
     del found[name]
     write(path, found)
-    with pytest.raises(CoverageError, match="lacks 1 tensors") as caught:
+    with pytest.raises(CoverageError, match=r"lacks 1 tensors|and so 3 weights, the checkpoint holds 2") as caught:
         load(path)
-    assert name in str(caught.value)
+    # of an expert, the tensors that are there are named
+    assert (name in str(caught.value)) is (which != "expert")
 
 
 def test_an_extra_tensor(damaged):
@@ -272,7 +273,7 @@ def test_a_manifest_of_another_length(damaged):
     widths = config_json(path)["quantization_config"]["moe_coverage"]["widths"]
     first = next(iter(widths))
     edit_entry(path, widths=widths | {first: widths[first][:-1]})
-    with pytest.raises(CoverageError, match=r"has 8 experts, its manifest lists 7"):
+    with pytest.raises(CoverageError, match=r"but model.layers.0.mlp.experts has 7 experts in the manifest"):
         load(path)
 
 
@@ -280,7 +281,7 @@ def test_a_manifest_without_a_layer(damaged):
     path, _ = damaged
     widths = config_json(path)["quantization_config"]["moe_coverage"]["widths"]
     edit_entry(path, widths=dict(list(widths.items())[:1]))
-    with pytest.raises(CoverageError, match="names the MoE layers"):
+    with pytest.raises(CoverageError, match=r"of model.layers.1.mlp.experts, which the manifest does not name"):
         load(path)
 
 
@@ -407,14 +408,16 @@ def test_a_wrong_recorded_shape_of_a_four_bit_tensor(w4a16, tmp_path):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
-def test_plain_numbers_instead_of_scaled_ones(float8, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "message"), [(torch.float32, "does not belong to"), (torch.float8_e5m2, "is stored in another way")]
+)
+def test_plain_numbers_instead_of_scaled_ones(float8, tmp_path, dtype, message):
     """They would be multiplied by scales of other numbers."""
     path = shutil.copytree(float8[0], tmp_path / "copy")
     found = tensors(path)
     name = kept_tensor(found)
     write(path, found | {name: found[name].to(torch.float32).to(dtype)})
-    with pytest.raises(CoverageError, match="float8_e4m3fn was written") as caught:
+    with pytest.raises(CoverageError, match=message) as caught:
         load(path)
     assert name in str(caught.value)
 
@@ -423,7 +426,7 @@ def test_scaled_numbers_instead_of_plain_ones(damaged):
     path, found = damaged
     name = kept_tensor(found)
     write(path, found | {name: found[name].to(torch.float8_e4m3fn)})
-    with pytest.raises(CoverageError, match=r"has dtype torch\.float8_e4m3fn, torch\.float32 was written"):
+    with pytest.raises(CoverageError, match=r"lacks .*weight_scale, without which the weight cannot be read"):
         load(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def test_structure_alone_finds_it_in_checkpoints_without_a_record(
 ) -> None:
     """Checkpoints of release 0.1 have no record of their contents."""
     check(mutation, mutated(mutation, bases[base], tmp_path / "copy", recorded=False), capsys)
+
+
+@pytest.mark.parametrize("name", [*ALL, "uniform", "uniform_w4a16", "uniform_fp8", "shared_padded"])
+def test_inspect_shows_the_report_of_a_fresh_checkpoint(name: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """Field case 2.17: the report of a padded checkpoint has the widths that were kept, not those that are stored."""
+    path = bases.get(name) or make_base(name, tmp_path)
+    assert main(["inspect", str(path), "--json", str(tmp_path / "summary.json")]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["remarks"] == []
+    for layer in summary["layers"]:
+        assert layer["coverage"] is not None
+        assert len(layer["tokens"]) == len(layer["widths"])
 
 
 def test_the_table_is_as_large_as_it_says() -> None:

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.cli import main
+from moe_coverage_plugin.files.integrity import check_checkpoint
+from moe_coverage_plugin.files.weights import has_weights
 from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, checksum
-from moe_coverage_plugin.serving.headers import check_headers, has_weights
 from tests.checkpoint.runs import aligned, config_json, logits, prune, source
 
 Edit = Callable[[Path], object]
@@ -47,7 +48,14 @@ def serve(directory: Path) -> None:
     manifest = Manifest.from_checkpoint(directory)
     assert manifest is not None
     assert has_weights(directory)
-    check_headers(directory, manifest)
+    check_checkpoint(directory, manifest)
+
+
+def assert_opens(path: Path, original: Path) -> None:
+    """Check that all readers open a path, as what the original is."""
+    serve(path)
+    assert main(["inspect", str(path)]) == 0
+    assert torch.equal(logits(aligned(load(path))), logits(aligned(load(original))))
 
 
 def assert_stops(directory: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,20 +163,108 @@ def test_links_within_the_directory_and_to_it_are_followed(copy: Path, sharded: 
     file.rename(copy / "files" / file.name)
     file.symlink_to(Path("files") / file.name)
     (tmp_path / "link").symlink_to(copy)
-    serve(tmp_path / "link")
-    assert torch.equal(logits(aligned(load(tmp_path / "link"))), logits(aligned(load(sharded))))
+    assert_opens(tmp_path / "link", sharded)
 
 
-def test_links_of_the_hugging_face_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
-    """Files of a snapshot are links to blobs in a directory beside all snapshots, named by their hash."""
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+@pytest.fixture
+def snapshot(sharded: Path, tmp_path: Path) -> Path:
+    """A revision in the Hugging Face cache, whose files are links to blobs beside all revisions, named by hashes."""
+    repository = tmp_path / "cache" / "hub" / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, file in enumerate(file for file in sharded.iterdir() if file.is_file()):
         shutil.copyfile(file, blobs / f"{number:064}")
         (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
-    serve(snapshot)
-    assert torch.equal(logits(aligned(load(snapshot))), logits(aligned(load(sharded))))
+    return snapshot
+
+
+def directly(snapshot: Path, _: Path) -> Path:
+    return snapshot
+
+
+def by_a_link(snapshot: Path, workspace: Path) -> Path:
+    (workspace / "mymodel").symlink_to(snapshot)
+    return workspace / "mymodel"
+
+
+def by_a_relative_link(snapshot: Path, workspace: Path) -> Path:
+    (workspace / "models").mkdir()
+    (workspace / "models" / "mymodel").symlink_to(os.path.relpath(snapshot, workspace / "models"))
+    return workspace / "models" / "mymodel"
+
+
+def by_a_link_to_a_link(snapshot: Path, workspace: Path) -> Path:
+    (workspace / "second").symlink_to(by_a_link(snapshot, workspace))
+    return workspace / "second"
+
+
+def by_a_link_within_the_cache(snapshot: Path, workspace: Path) -> Path:
+    (snapshot.parent / "main").symlink_to(snapshot.name)
+    (workspace / "mymodel").symlink_to(snapshot.parent / "main")
+    return workspace / "mymodel"
+
+
+def in_a_cache_that_is_a_link(snapshot: Path, workspace: Path) -> Path:
+    (workspace / "home").symlink_to(workspace / "cache")
+    return workspace / "home" / snapshot.relative_to(workspace / "cache")
+
+
+def by_a_link_into_a_cache_that_is_a_link(snapshot: Path, workspace: Path) -> Path:
+    (workspace / "mymodel").symlink_to(in_a_cache_that_is_a_link(snapshot, workspace))
+    return workspace / "mymodel"
+
+
+def in_a_download_of_links(snapshot: Path, workspace: Path) -> Path:
+    """What ``local_dir`` was in earlier releases: a directory of links into the cache."""
+    (workspace / "local").mkdir()
+    for file in snapshot.iterdir():
+        (workspace / "local" / file.name).symlink_to(os.path.realpath(file))
+    return workspace / "local"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        directly,
+        by_a_link,
+        by_a_relative_link,
+        by_a_link_to_a_link,
+        by_a_link_within_the_cache,
+        in_a_cache_that_is_a_link,
+        by_a_link_into_a_cache_that_is_a_link,
+        in_a_download_of_links,
+    ],
+)
+def test_links_of_the_hugging_face_cache_are_followed(
+    path: Callable[[Path, Path], Path], sharded: Path, snapshot: Path, tmp_path: Path
+) -> None:
+    """Field case 2.12: a path that leads to a revision in the cache opens as the revision itself does."""
+    assert_opens(path(snapshot, tmp_path), sharded)
+
+
+def test_a_relative_path_from_within_a_linked_revision(
+    sharded: Path, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field case 2.12: the current directory is a link."""
+    monkeypatch.chdir(by_a_link(snapshot, tmp_path))
+    assert_opens(Path("."), sharded)
+
+
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_links_to_files_of_other_names_are_not_followed(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_cache: bool
+) -> None:
+    """Field case 2.12: a blob that no revision has under this name, and a revision whose file is elsewhere."""
+    directory = snapshot if in_cache else in_a_download_of_links(snapshot, tmp_path)
+    file = first_shard(directory)
+    outside = tmp_path / ("outside" if in_cache else "cache/hub/models--a--b/blobs/other")
+    shutil.move(os.path.realpath(file), outside)
+    file.unlink()
+    file.symlink_to(outside)
+    (tmp_path / "mymodel").symlink_to(directory)
+    for path in (directory, tmp_path / "mymodel"):
+        assert_stops(path, r"is a link to .*, outside of .*: copy the file itself", capsys)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 200, 0.5, -1])
@@ -229,11 +325,9 @@ def entry_of(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_flipped_byte_in_the_entry(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A digit of the width before pruning, which no tensor contradicts."""
     text = (copy / "config.json").read_text()
-    assert text.count('"intermediate_size": 128') == 2
-    entry = text.index('"moe_coverage"')
-    (copy / "config.json").write_text(
-        text[:entry] + text[entry:].replace('"intermediate_size": 128', '"intermediate_size": 160', 1)
-    )
+    start = text.index('"intermediate_size": 128', text.index('"layout"') - 1_000)
+    assert text.index('"moe_coverage"') < start
+    (copy / "config.json").write_text(text[:start] + text[start:].replace("128", "160", 1))
     assert_stops(copy, "does not match its sha256", capsys)
 
 
@@ -288,13 +382,12 @@ def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.Captur
     [
         ({"dtype": "gloat32"}, "has no attribute 'gloat32'"),
         ({"dtype": "nn"}, r"config\.json describes nothing"),
-        ({"dtype": None}, "dtype None"),
         ({"model_type": "qwen3_mof"}, "qwen3_mof"),
         ({"model_type": None}, r"config\.json describes nothing that transformers"),
         ({"model_type": "llama"}, "LlamaForCausalLM has no mixture-of-experts layer"),
         ({"hidden_size": "no"}, "hidden_size"),
-        ({"num_attention_heads": 0}, r"config\.json describes nothing"),
-        ({"num_local_experts": 9}, "has 9 experts, its manifest lists 8"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0, 4 was written"),
+        ({"num_local_experts": 9}, "num_local_experts 9, 8 was written"),
         ({"auto_map": 3}, r"config\.json describes nothing"),
         ({"rope_parameters": 3}, r"config\.json describes nothing"),
     ],

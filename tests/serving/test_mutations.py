@@ -15,10 +15,13 @@ from moe_coverage_plugin.manifest import CoverageError
 from tests.mutations import ALL, MUTATIONS, Mutation, cases, mutated
 from tests.serving.engine import ARTIFACTS, OPTIONS, checkpoint_path, inspect_models_in_this_process, open_engine
 
-CASES = list(cases())
-FIRST = [case for case in cases(recorded=False) if case[1] in ("ragged", "padded_w4a16", "shared_w4a16", "ragged_fp8")]
+# vLLM waits two seconds before it reads a config again that transformers did not accept
+CASES = [(mutation, base) for mutation, base in cases() if not mutation.toolkits or base == mutation.bases[0]]
+BASES = ("ragged", "padded_w4a16", "shared_w4a16", "ragged_fp8")
+FIRST = [case for case in cases(recorded=False) if case[1] in BASES and not case[0].toolkits]
 OURS = f"{Path(__file__).parents[2]}/moe_coverage_plugin/"
-LIMIT_S = 2.0
+LIMIT_S = 6.0
+"""Of which transformers needs most to copy and print a config of many layers, before vLLM asks the plugin."""
 
 
 def base_of(name: str) -> Path:
@@ -48,13 +51,14 @@ def check(mutation: Mutation, directory: Path) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # its message is compared below
         configure(directory)
     assert time.process_time() - start < LIMIT_S
-    if mutation.toolkits and re.search(mutation.message, str(caught.value)) is None:
+    # vLLM's classes of options wrap errors of hooks in their own
+    ours = isinstance(caught.value, CoverageError) or "Value error, " in str(caught.value)
+    if mutation.toolkits and not ours:
         # transformers or vLLM stopped by itself, not our code at a value that it did not expect
         assert not traceback.extract_tb(caught.value.__traceback__)[-1].filename.startswith(OURS), caught.value
         return
+    assert ours, caught.value
     assert re.search(mutation.message, str(caught.value)) is not None, caught.value
-    # vLLM's classes of options wrap errors of hooks in their own
-    assert isinstance(caught.value, CoverageError) or "Value error, " in str(caught.value)
 
 
 @pytest.mark.parametrize(("mutation", "base"), CASES, ids=[f"{mutation.name}-{base}" for mutation, base in CASES])

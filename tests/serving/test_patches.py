@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.router import router_factory
@@ -49,6 +49,12 @@ def test_layers_assert_that_ranks_divide_one_width() -> None:
 def test_quantization_configs_do_not_get_the_engine_configuration() -> None:
     methods = inspect.getmembers(QuantizationConfig, inspect.isfunction)
     assert not [name for name, method in methods if "vllm_config" in inspect.signature(method).parameters]
+
+
+def test_models_without_quantization_are_not_shown_to_quantization_configs() -> None:
+    verify = ModelConfig._verify_quantization
+    source = getsource(getattr(verify, "coverage_check", verify))
+    assert source.index("if quant_cfg is not None:") < source.index("override_quantization_method(")
 
 
 def test_loaded_weights_of_quantized_models_are_not_tracked_by_default() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_coverage_plugin.files.integrity import check_checkpoint
 from moe_coverage_plugin.manifest import CoverageError, Manifest
-from moe_coverage_plugin.serving.headers import check_headers
 from tests.serving.engine import checkpoint_path, open_engine
 
 pytestmark = pytest.mark.engine
@@ -42,14 +42,14 @@ def test_missing_shard_is_found_before_an_engine_starts(tmp_path: Path) -> None:
     path = copied(tmp_path, "ragged_w4a16")
     manifest = Manifest.from_checkpoint(path)
     assert manifest is not None
-    check_headers(path, manifest)
+    check_checkpoint(path, manifest)
     (path / "model-2-of-2.safetensors").unlink()
     with pytest.raises(CoverageError, match=r"lacks model-2-of-2\.safetensors, which is one of 2 files .* copy the"):
-        check_headers(path, manifest)
+        check_checkpoint(path, manifest)
     for damage in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'):
         (path / "model.safetensors.index.json").write_text(damage)
         with pytest.raises(CoverageError, match=r"index\.json (cannot be read|lists)"):
-            check_headers(path, manifest)
+            check_checkpoint(path, manifest)
 
 
 def test_complete_checkpoint_in_shards_is_served_and_what_the_engine_saves_is_not(tmp_path: Path) -> None:
