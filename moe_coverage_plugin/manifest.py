@@ -23,6 +23,10 @@ PICTURES_NAME = "moe_coverage_report"
 # in a subfolder, because engines load every *.safetensors of the directory itself
 SCORES_NAME = "moe_coverage/scores.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+PLUGIN = "moe-coverage-plugin"
+"""``quant_method`` of ragged checkpoints: engines without the plugin stop with this name, at once."""
+LOADER_KEY, LOADER = "experts_implementation", "moe_coverage_plugin.load"
+"""In the config of ragged checkpoints: transformers stops at this name, because it has no such implementation."""
 # an entry with a changed digit can be valid otherwise
 CHECKSUM_KEY = "sha256"
 # far above all models; a damaged entry beyond them would take minutes to check

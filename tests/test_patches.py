@@ -24,11 +24,13 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from datasets import Dataset
 from llmcompressor.core import CompressionLifecycle, State
 from llmcompressor.datasets import utils as toolkit_datasets
+from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linearize_moe
 from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.transformers.compression import compressed_tensors_utils as toolkit_saving
+from transformers.quantizers.auto import AutoHfQuantizer
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_coverage_plugin"
@@ -137,6 +139,10 @@ def test_ranks_draw_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_the_check_of_models_reads_the_file() -> None:
+    assert "AutoConfig.from_pretrained" in getsource(inspect.unwrap(Oneshot.validate_model))
+
+
 def test_saving_has_no_hook() -> None:
     assert [*inspect.signature(toolkit_saving.modify_save_pretrained).parameters] == ["model"]
 
@@ -201,6 +207,10 @@ def test_tokens_of_a_matrix_share_a_scale() -> None:
 
 
 # --- transformers and others
+
+
+def test_unknown_quantization_methods_are_passed_over() -> None:
+    assert not AutoHfQuantizer.supports_quant_method({"quant_method": "unknown"})
 
 
 def test_moving_does_not_unpack_4_bit_weights() -> None:

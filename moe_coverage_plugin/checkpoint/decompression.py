@@ -20,7 +20,6 @@ from loguru import logger
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.checkpoint.entry import STATUS_KEY
 from moe_coverage_plugin.checkpoint.model_config import convert_errors
 from moe_coverage_plugin.checkpoint.tensors import names_on_disk, parameter_dtypes
 from moe_coverage_plugin.manifest import CONFIG_KEY
@@ -40,8 +39,9 @@ def expect_compressed(model: PreTrainedModel, quantization: dict[str, Any]) -> M
         CoverageError: the quantization cannot be read.
     """
     known = {key: value for key, value in quantization.items() if key in QuantizationConfig.model_fields}
-    if known.get(STATUS_KEY) == CONFIG_KEY:
-        known[STATUS_KEY] = QuantizationStatus.COMPRESSED
+    # checkpoints of the first release have a status that stops transformers
+    if known.get("quantization_status") == CONFIG_KEY:
+        known["quantization_status"] = QuantizationStatus.COMPRESSED
     with convert_errors(Path(model.config._name_or_path) / "config.json"):
         quantization_config = QuantizationConfig.model_validate(known)
     # patch: ignored-names

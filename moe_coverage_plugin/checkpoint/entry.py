@@ -9,9 +9,8 @@ from pathlib import Path
 from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
 from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.files.record import record_contents
-from moe_coverage_plugin.manifest import CONFIG_KEY, Layout, Manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, LOADER, LOADER_KEY, PLUGIN, Layout, Manifest
 
-STATUS_KEY = "quantization_status"
 UNQUANTIZED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 
 
@@ -27,7 +26,11 @@ def loads_in_transformers(layout: Layout, quantized: bool, single_experts: bool)
 
 
 def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_experts: bool = True) -> None:
-    """Add the manifest to ``config.json``, and declare a width at which stock engines load the weights or stop.
+    """Add the manifest to ``config.json``, and make stock programs load the weights or stop.
+
+    A ragged checkpoint names the plugin as its quantization method, and its loader as the implementation of experts:
+    the error of a stock engine, or of stock transformers, then says what is missing. The declared width is a second
+    barrier.
 
     The toolkit writes the file from that of the source model, so this must run after it. The file is replaced
     atomically.
@@ -36,9 +39,8 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_exp
         directory: the checkpoint.
         manifest: widths of all experts.
         quantized: some weights are quantized.
-        single_experts: stock transformers looks for single experts of this family, and so stops at a width that is not
-            the declared one. For other families a quantized checkpoint gets a quantization status that stops
-            transformers; engines do not read it.
+        single_experts: stock transformers looks for single experts of this family. For other families it would start
+            with random ones, so the implementation of experts stops it.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -48,12 +50,14 @@ def write_entry(directory: Path, manifest: Manifest, quantized: bool, single_exp
     text_config = config.get("text_config", config)
     width_key = next(key for key in WIDTH_KEYS if key in text_config)
     text_config[width_key] = manifest.declared_width
+    ragged = manifest.layout == "ragged"
+    if ragged or not single_experts:
+        # patch: experts-implementation
+        config[LOADER_KEY] = LOADER
     # transformers opens no quantization_config that quantizes nothing
-    if not (at_top := loads_in_transformers(manifest.layout, quantized, single_experts)):
+    if not (at_top := not ragged and not quantized):
         assert quantization is not None, "the toolkit describes what it quantized"
-        # patch: unknown-status
-        status = {STATUS_KEY: CONFIG_KEY} if quantized and not single_experts else {}
-        config["quantization_config"] = quantization | status
+        config["quantization_config"] = quantization | ({"quant_method": PLUGIN} if ragged else {})
     # last, because the entry records the config as well
     manifest = replace(manifest, contents=record_contents(directory, manifest, config))
     (config if at_top else config["quantization_config"])[CONFIG_KEY] = manifest.to_entry()

@@ -37,6 +37,7 @@ def read_config(
     with convert_errors(file):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     config.__dict__.pop(CONFIG_KEY, None)
+    config._experts_implementation = None  # it stops transformers at experts of unequal width
     quantization = config.__dict__.pop("quantization_config", None) or {}
     text_config = config.get_text_config()
     width_key = next((key for key in WIDTH_KEYS if hasattr(text_config, key)), None)
@@ -55,7 +56,7 @@ def read_config(
     config.dtype = dtype
     setattr(text_config, width_key, manifest.intermediate_size)
     config._name_or_path = str(path)
-    quantization = {key: value for key, value in quantization.items() if key != CONFIG_KEY}
+    quantization = {key: value for key, value in quantization.items() if key not in (CONFIG_KEY, "quant_method")}
     has_schemes = quantization.get("config_groups") or quantization.get("kv_cache_scheme")
     return config, quantization if has_schemes else None
 

@@ -6,6 +6,7 @@ from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.oneshot_run import accept_loaded_models
 from moe_coverage_plugin.modifiers.recommended import recommended_recipe
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "recommended_recipe",
 ]
 
+accept_loaded_models()
 for _modifier in (AttributionModifier, CoverageModifier, AlignmentModifier, ChannelPruningModifier):
     ModifierFactory.register(_modifier.__name__, _modifier)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
+from pathlib import Path
 from typing import TypeVar
 
 from llmcompressor.core import active_session
 from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modifiers import Modifier
+from transformers import PreTrainedModel
 
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.manifest import CoverageError, Manifest
 
 M = TypeVar("M", bound=Modifier)
 
@@ -27,6 +30,24 @@ def running_oneshot() -> Oneshot | None:
             return found
         frame = frame.f_back
     return None
+
+
+def accept_loaded_models() -> None:
+    """Let ``oneshot`` take models that ``load`` opened, whose weights are decompressed.
+
+    llm-compressor reads the file that a model was loaded from, and stops if its quantization method is of others.
+    """
+    validate_model = Oneshot.validate_model
+
+    @wraps(validate_model)
+    def validate_other_models(self: Oneshot, model: PreTrainedModel) -> None:
+        file = Path(model.config.name_or_path or "") / "config.json"
+        # only load() opens such a checkpoint
+        if not file.is_file() or Manifest.from_checkpoint(file.parent) is None:
+            validate_model(self, model)
+
+    # patch: loaded-models
+    Oneshot.validate_model = validate_other_models
 
 
 def is_ours(modifier: Modifier) -> bool:

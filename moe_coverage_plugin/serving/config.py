@@ -116,8 +116,8 @@ class CoverageConfig(CompressedTensorsConfig):
     ) -> None:
         """Check the checkpoint's files, and restore the original expert width in the model's config.
 
-        A ragged checkpoint declares a width at which stock engines stop. Models derive more from that number, such as
-        the width of shared experts.
+        A ragged checkpoint declares an implementation of experts and a width at which stock programs stop. Models
+        derive more from the width, such as that of shared experts.
 
         Args:
             model_name: directory or name of the checkpoint.
@@ -132,6 +132,8 @@ class CoverageConfig(CompressedTensorsConfig):
         check_local(model_name, self.manifest)
         if hf_config is None or self.manifest.layout != "ragged":
             return
+        # stops classes of transformers, of which vLLM uses some
+        hf_config._experts_implementation = None
         text_config = hf_config.get_text_config()
         for field in WIDTH_KEYS:
             if getattr(text_config, field, None) == self.manifest.declared_width:

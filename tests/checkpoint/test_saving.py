@@ -57,7 +57,7 @@ def test_config_keeps_what_engines_read(written, shared):
     assert {len(widths) for widths in manifest.widths.values()} == {after["num_experts"]}
     assert manifest.declared_width in manifest.distinct_widths
     quantization = after["quantization_config"]
-    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["quant_method"] == "moe-coverage-plugin"
     assert bool(quantization["config_groups"]) == quantized
     assert quantization["moe_coverage"]["intermediate_size"] == before["moe_intermediate_size"]
     assert manifest.block_size == BLOCK

@@ -149,11 +149,12 @@ def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_stock_vllm_stops_at_ragged_experts_and_loads_one_width(tmp_path: Path) -> None:
-    ragged = [checkpoint_path(name) for name in RAGGED_16BIT]
+    """Field case 2.18: the error names the plugin, of every scheme."""
+    ragged = [checkpoint_path(name) for name in [*RAGGED_16BIT, "ragged_w4a16", "ragged_fp8", "ragged_granite_w4a16"]]
     one_width = [checkpoint_path(name) for name in ONE_WIDTH_16BIT]
     results = run_apart(tmp_path, {path: {} for path in ragged + one_width}, VLLM_PLUGINS="")
     for path in ragged:
         assert "prompt_logprobs" not in results[path.name]
-        assert "size" in results[path.name]["error"] or "shape" in results[path.name]["error"]
+        assert "Unknown quantization method: moe-coverage-plugin" in results[path.name]["error"]
     for path in one_width:
         assert_agrees(path, results[path.name]["prompt_logprobs"])
