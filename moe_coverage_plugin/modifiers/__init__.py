@@ -2,6 +2,7 @@
 
 from llmcompressor.modifiers import ModifierFactory
 
+from moe_coverage_plugin.modeling.loaded_weights import record_loading
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
@@ -20,3 +21,6 @@ __all__ = [
 accept_loaded_models()
 for _modifier in (AttributionModifier, CoverageModifier, AlignmentModifier, ChannelPruningModifier):
     ModifierFactory.register(_modifier.__name__, _modifier)
+
+# so early because models are opened before a run
+record_loading()

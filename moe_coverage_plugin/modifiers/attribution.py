@@ -31,6 +31,7 @@ from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype, fast_compute_dtype
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
+from moe_coverage_plugin.modeling.loaded_weights import check_finite, check_loaded
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, router_needs, uniform_shape
 from moe_coverage_plugin.modifiers.attribution_checks import (
     check_memory,
@@ -56,6 +57,7 @@ class AttributionModifier(AttributionOptions, Modifier):
     Lifecycle:
 
     - on_initialize
+        - stop if weights of the model are missing, unused, NaN or infinite
         - find the MoE layers, and stop if they are pruned or quantized already
         - if ``scores`` is set: read the scores and check that they belong to this model
         - otherwise: check the calibration data, and the memory for ``obs``
@@ -110,11 +112,14 @@ class AttributionModifier(AttributionOptions, Modifier):
             raise CoverageError(
                 f"ema={self.ema} averages in the order of batches, which ranks do not share: leave ema out"
             )
+        check_loaded(state.model)
         linearize_expert_lists(state.model)
         self._layers = find_moe_layers(state.model, self.ignore)
+        check_loaded(state.model, [layer.router for layer in self._layers])
         refuse_pruned(state.model, self._layers)
         uniform_shape(self._layers)
         refuse_quantized(state.model, self._layers, recipe_around(self)[0])
+        check_finite(state.model)
         if self.scores is not None:
             self._take_scores(self.scores)
         else:

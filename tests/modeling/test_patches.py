@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from tests.checkpoint.runs import linear_model
@@ -58,3 +59,11 @@ def test_the_loader_works_only_without_image_processors(tmp_path):
     assert unloaded.returncode == 0, unloaded.stderr
     assert plain.returncode, "llm-compressor's loader works without torchvision: remove modeling/lazy_modules.py"
     assert "torchvision" in plain.stderr
+
+
+def test_models_keep_no_record_of_missing_tensors(tmp_path):
+    source = save_model(tmp_path / "model", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    kept = [name for name, value in vars(model).items() if "MISSING" in str(value) or "missing_keys" in str(value)]
+    # our own record has other names
+    assert not kept, "transformers keeps what was missing: remove the patch of modeling/loaded_weights.py"
