@@ -248,6 +248,16 @@ def add(name: str, like: str, dtype: str | None = None) -> Edit:
     return edit
 
 
+def add_mtp(layers: int) -> Edit:
+    """Add a layer that predicts several tokens, which a config counts or not."""
+
+    def edit(files: Files) -> None:
+        files.config["mtp_num_hidden_layers"] = layers
+        add("mtp.layers.0.mlp.experts.0.up_proj.weight", like=NORM)(files)
+
+    return edit
+
+
 def rename(pattern: str, old: str, new: str) -> Edit:
     def edit(files: Files) -> None:
         for name in files.names(pattern):
@@ -543,7 +553,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         False,
     ),
     Mutation("hidden_file", ALL, stray_file("._model.safetensors", indexed=False), None, saved=False),
-    Mutation("mtp", ("ragged", "padded_w4a16"), add("mtp.layers.0.mlp.experts.0.up_proj.weight", like=NORM), None),
+    Mutation("mtp", ("ragged", "padded_w4a16"), add_mtp(layers=1), None),
+    Mutation("mtp_of_none", ("ragged", "padded_w4a16"), add_mtp(layers=0), "was not written|an expert of no layer"),
     # config.json
     *(
         Mutation(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_coverage_plugin.files.expert_tensors import find_experts, names_of
 from moe_coverage_plugin.files.headers import Tensors, read_headers
-from moe_coverage_plugin.files.mtp import is_mtp_name
+from moe_coverage_plugin.files.mtp import is_mtp_name, mtp_layers
 from moe_coverage_plugin.files.quantization import check_quantization
 from moe_coverage_plugin.files.record import check_record
 from moe_coverage_plugin.files.storage import check_storage, modules_of
@@ -45,14 +45,17 @@ def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
     if not isinstance(text_config, Mapping):
         raise CoverageError(f"{file} is damaged (text_config is not an object): copy the checkpoint again")
     check_sizes(text_config, manifest)
-    # engines pass over layers that predict several tokens, which some tools copy from the source of a model
-    tensors = {name: tensor for name, tensor in read_headers(directory).items() if not is_mtp_name(name, config)}
+    tensors = read_headers(directory)
+    if mtp_layers(config):
+        # engines pass over such layers in models that have them, and some tools copy them from the source of a model
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_mtp_name(name, config)}
     experts = find_experts(tensors, manifest)
     modules, values = modules_of(tensors), Values()
     unpacked = read_shapes(modules, values)
     check_storage(modules, unpacked, quantization)
     check_experts(tensors, experts, manifest, modules, unpacked)
-    check_others(tensors, modules, text_config, manifest)
+    in_experts = names_of(experts)
+    check_others(tensors, in_experts, modules, text_config, manifest)
     check_record(tensors, config, manifest)
-    check_values(tensors, names_of(experts), manifest, values)
+    check_values(tensors, in_experts, manifest, values)
     return tensors

@@ -18,7 +18,6 @@ from typing import Any
 
 from moe_coverage_plugin.files.expert_tensors import NUMBERED, find_experts, layer_number, layers_by_number, names_of
 from moe_coverage_plugin.files.headers import Tensors, read_headers
-from moe_coverage_plugin.files.mtp import is_mtp_name
 from moe_coverage_plugin.manifest import CONFIG_KEY, MOST_LAYERS, CoverageError, Manifest
 
 # fields of a config that decide shapes; not those that users change, such as experts per token
@@ -43,7 +42,7 @@ def record_contents(directory: Path, manifest: Manifest, config: Mapping[str, An
         config: content of ``config.json``.
     """
     quantization = config.get("quantization_config") or {}
-    tensors = {name: tensor for name, tensor in read_headers(directory).items() if not is_mtp_name(name, config)}
+    tensors = read_headers(directory)
     kinds: dict[str, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
     in_experts = _uniform_in_experts(tensors, manifest)
     for pattern, found in in_experts.items():

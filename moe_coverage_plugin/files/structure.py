@@ -9,7 +9,13 @@ from reprlib import repr as short
 from typing import Any
 
 from moe_coverage_plugin.expert_scheme import PROJECTIONS, WIDTH_KEYS
-from moe_coverage_plugin.files.expert_tensors import ExpertTensors, is_down, layer_number, layers_by_number
+from moe_coverage_plugin.files.expert_tensors import (
+    EXPERT_TENSOR,
+    ExpertTensors,
+    is_down,
+    layer_number,
+    layers_by_number,
+)
 from moe_coverage_plugin.files.headers import Tensors
 from moe_coverage_plugin.files.storage import PACKED, WEIGHT, Modules, storage_of
 from moe_coverage_plugin.manifest import CoverageError, Manifest
@@ -118,8 +124,17 @@ def check_experts(
         )
 
 
-def check_others(tensors: Tensors, modules: Modules, text_config: Mapping[str, Any], manifest: Manifest) -> None:
+def check_others(
+    tensors: Tensors, in_experts: set[str], modules: Modules, text_config: Mapping[str, Any], manifest: Manifest
+) -> None:
     """Check embeddings, norms and routers against the config, and layers for completeness.
+
+    Args:
+        tensors: of the checkpoint.
+        in_experts: names of those that are of the manifest's experts.
+        modules: of :func:`~.storage.modules_of`.
+        text_config: config of the language model.
+        manifest: of the checkpoint.
 
     Raises:
         CoverageError: a shape is not that of the config, or a part of a layer is missing.
@@ -134,6 +149,11 @@ def check_others(tensors: Tensors, modules: Modules, text_config: Mapping[str, A
     _check_routers(tensors, manifest)
     if manifest.contents:
         return  # the record has all names
+    if others := sorted(name for name in tensors if EXPERT_TENSOR.fullmatch(name) and name not in in_experts):
+        raise CoverageError(
+            f"the checkpoint holds {others[0]}, an expert of no layer that the manifest names: tensors and widths "
+            f"belong to different checkpoints, {AGAIN}"
+        )
     numbers = {number for name in tensors if (number := layer_number(name)) is not None}
     count = text_config.get("num_hidden_layers")
     if count is not None and (missing := sorted(set(range(count)) - numbers)):

@@ -96,7 +96,7 @@ def test_the_user_of_an_engine_gets_the_sentence(name: str, base: str, tmp_path:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("name", "base"), [("two_shards", "ragged_w4a16"), ("mtp", "ragged")])
+@pytest.mark.parametrize(("name", "base"), [("two_shards", "ragged_w4a16"), ("hidden_file", "ragged")])
 def test_an_engine_serves_what_the_table_accepts(name: str, base: str, tmp_path: Path) -> None:
     (mutation,) = [mutation for mutation in MUTATIONS if mutation.name == name]
     llm = open_engine(mutated(mutation, base_of(base), tmp_path / "copy"))
