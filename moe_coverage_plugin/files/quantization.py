@@ -30,6 +30,7 @@ def check_quantization(quantization: Any) -> None:
     _expect(groups is None or isinstance(groups, Mapping), "config_groups", groups, "an object")
     for key in ("format", "quant_method", "quantization_status"):
         _expect(isinstance(quantization.get(key), str | None), key, quantization.get(key), "a text")
+    _check_arguments(quantization.get("kv_cache_scheme"), "kv_cache_scheme")
     for name, group in (groups or {}).items():
         _expect(isinstance(group, Mapping), f"group {name}", group, "an object")
         _expect(_is_texts(group.get("targets")), f"targets of group {name}", group.get("targets"), "a list of names")

@@ -100,7 +100,12 @@ def check_record(tensors: Tensors, config: Mapping[str, Any], manifest: Manifest
     """
     if not manifest.contents:
         return
-    _check_config(config, manifest.contents)
+    try:
+        _check_config(config, manifest.contents)
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, CoverageError):
+            raise
+        raise CoverageError(f"{DAMAGED} ({short(error)})") from error
     expected = expected_tensors(manifest)
     if missing := sorted(expected.keys() - tensors.keys()):
         raise CoverageError(
@@ -140,8 +145,6 @@ def sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 def _check_config(config: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
     written = contents.get("sizes", {})
     quantization = config.get("quantization_config") or {}
-    if not isinstance(written, Mapping) or not isinstance(contents.get("ignore", {}), Mapping):
-        raise CoverageError(DAMAGED)
     for path, value in written.items():
         found: Any = config
         for key in str(path).split("."):

@@ -8,9 +8,13 @@ import numpy as np
 
 from moe_coverage_plugin.files.expert_tensors import layer_number, layers_by_number
 from moe_coverage_plugin.files.headers import StoredTensor, Tensors
-from moe_coverage_plugin.files.storage import INTEGERS, SCALE, SHAPE, Modules
+from moe_coverage_plugin.files.storage import INTEGERS, SHAPE, Modules
 from moe_coverage_plugin.manifest import CoverageError, Manifest
 
+# names that compressed-tensors and engines give to scales; a family's own factors can be negative
+SCALES = tuple(
+    f".{name}_scale" for name in ("weight", "weight_global", "input", "input_global", "output", "k", "v", "q")
+)
 # the bits of infinity; NaNs of the same sign are above it, negative numbers above both
 INFINITY = {"F64": 0x7FF0000000000000, "F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 MOST_ELEMENTS = 2**22
@@ -56,7 +60,7 @@ def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, val
     for name, tensor in tensors.items():
         if tensor.dtype not in INFINITY or tensor.elements == 0:
             continue
-        if name.endswith(f".{SCALE}"):
+        if name.endswith(SCALES):
             bits = values.bits(tensor)
             # NaN, infinity and negative numbers are all above the largest finite number
             if int(bits.max()) >= INFINITY[tensor.dtype] or int(bits.min()) == 0:
