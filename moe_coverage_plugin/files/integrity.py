@@ -14,7 +14,7 @@ from moe_coverage_plugin.files.mtp import is_mtp_name, mtp_layers
 from moe_coverage_plugin.files.quantization import check_quantization
 from moe_coverage_plugin.files.record import check_record
 from moe_coverage_plugin.files.storage import check_storage, modules_of
-from moe_coverage_plugin.files.structure import check_experts, check_others, check_sizes
+from moe_coverage_plugin.files.structure import check_expert_names, check_expert_shapes, check_others, check_sizes
 from moe_coverage_plugin.files.values import Values, check_values, read_shapes
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
 
@@ -52,8 +52,10 @@ def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
     experts = find_experts(tensors, manifest)
     modules, values = modules_of(tensors), Values()
     unpacked = read_shapes(modules, values)
+    # names of experts first, because their message says what a difference means
+    check_expert_names(experts, manifest)
     check_storage(modules, unpacked, quantization)
-    check_experts(tensors, experts, manifest, modules, unpacked)
+    check_expert_shapes(tensors, experts, manifest, modules, unpacked)
     in_experts = names_of(experts)
     check_others(tensors, in_experts, modules, text_config, manifest)
     check_record(tensors, config, manifest)

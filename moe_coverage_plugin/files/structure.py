@@ -62,14 +62,42 @@ def check_sizes(text_config: Mapping[str, Any], manifest: Manifest) -> None:
         )
 
 
-def check_experts(
+def check_expert_names(experts: ExpertTensors, manifest: Manifest) -> None:
+    """Check that every kept expert has three weights, and no other expert has tensors.
+
+    Args:
+        experts: of :func:`~.expert_tensors.find_experts`.
+        manifest: widths of the experts.
+
+    Raises:
+        CoverageError: a weight is missing or left over.
+    """
+    for layer, expert in experts:
+        if expert >= len(manifest.widths.get(layer, [])):
+            raise CoverageError(
+                f"the checkpoint holds expert {expert} of {layer}, which the manifest does not name: tensors and "
+                f"widths belong to different checkpoints, {AGAIN}"
+            )
+    for layer, widths in manifest.widths.items():
+        for expert, width in enumerate(widths):
+            projections = experts.get((layer, expert), {})
+            weights = _weights(projections)
+            expected = len(PROJECTIONS) if width else 0
+            if len(weights) != expected or len(projections) != expected:
+                raise CoverageError(
+                    f"{layer} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "
+                    f"{len(weights)} ({', '.join(sorted(weights.values())) or 'none'}): {AGAIN}"
+                )
+
+
+def check_expert_shapes(
     tensors: Tensors,
     experts: ExpertTensors,
     manifest: Manifest,
     modules: Modules,
     unpacked: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Check that every kept expert has three weights of its width, and no other expert has tensors.
+    """Check that every weight of an expert has the width of the expert, and is stored as in others of its layer.
 
     Args:
         tensors: of the checkpoint.
@@ -79,32 +107,14 @@ def check_experts(
         unpacked: shapes of packed weights before packing, by module.
 
     Raises:
-        CoverageError: a weight is missing, left over, or of another width.
+        CoverageError: a weight has another width, or experts of a layer are stored in several ways.
     """
     hidden: set[int] = set()
-    for layer, expert in experts:
-        widths = manifest.widths.get(layer, [])
-        if expert >= len(widths):
-            raise CoverageError(
-                f"the checkpoint holds expert {expert} of {layer}, which the manifest does not name: tensors and "
-                f"widths belong to different checkpoints, {AGAIN}"
-            )
     for layer, widths in manifest.widths.items():
         stored: dict[str, tuple[str, str]] = {}
         for expert, width in enumerate(widths):
             projections = experts.get((layer, expert), {})
-            weights = {
-                projection: next(name for part, name in parts.items() if part in (WEIGHT, PACKED))
-                for projection, parts in projections.items()
-                if parts.keys() & {WEIGHT, PACKED}
-            }
-            expected = len(PROJECTIONS) if width else 0
-            if len(weights) != expected or len(projections) != expected:
-                raise CoverageError(
-                    f"{layer} expert {expert} has width {width} and so {expected} weights, the checkpoint holds "
-                    f"{len(weights)} ({', '.join(sorted(weights.values())) or 'none'}): {AGAIN}"
-                )
-            for projection, name in weights.items():
+            for projection, name in _weights(projections).items():
                 module = name.rpartition(".")[0]
                 if manifest.layout == "ragged":
                     parts = ",".join(sorted(modules[module])) + tensors[name].dtype.replace("BF16", "F16")
@@ -162,6 +172,15 @@ def check_others(
             f"was not written or copied completely, {AGAIN}"
         )
     _check_fused(modules)
+
+
+def _weights(projections: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the names of an expert's weights, by projection."""
+    return {
+        projection: parts.get(WEIGHT) or parts[PACKED]
+        for projection, parts in projections.items()
+        if parts.keys() & {WEIGHT, PACKED}
+    }
 
 
 def _check_width(name: str, stored: tuple[int, ...], shape: tuple[int, ...], width: int, projection: str) -> int:
