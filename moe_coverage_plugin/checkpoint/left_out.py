@@ -56,7 +56,7 @@ def find_left_out(model: PreTrainedModel) -> LeftOut:
 
 def source_file(model: PreTrainedModel, name: str) -> Path | None:
     """Return a file beside the weights that a model was loaded from; ``None`` if it is not on this machine."""
-    source = str(model.name_or_path or "")
+    source = str(model.config._name_or_path or model.name_or_path or "")
     path = Path(source) / name
     if source and path.is_file():
         return path

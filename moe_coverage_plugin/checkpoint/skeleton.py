@@ -56,7 +56,8 @@ def build_skeleton(
                     "and manifest are not of the same model, copy config.json again"
                 )
             prune_layer(layer, [torch.arange(width) for width in widths])
-    model.config._name_or_path = config._name_or_path
+    # a text part is built from its own config, which has no path
+    model.config._name_or_path = model.name_or_path = config._name_or_path
     if factory is AutoModelForCausalLM and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         # saved by transformers, the text part of a multimodal model keeps the tensor names of the multimodal model
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
