@@ -16,6 +16,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.token_mask import check_batches
+from moe_coverage_plugin.checkpoint.calibrated_scales import mark_scales
 from moe_coverage_plugin.checkpoint.saving import save_with_manifest
 from moe_coverage_plugin.core.alignment import align
 from moe_coverage_plugin.core.layouts import stored_widths
@@ -138,6 +139,8 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             for layer in self._coverage.attribution.layers:
                 prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
                 mask_router(layer)
+        # the quantizers that follow have not run yet
+        mark_scales(state.model)
         self._prepare_saving(state.model)
         total, kept = self._plan.scores.channels_LEI.numel(), int(self._widths_LE.sum())
         logger.info(

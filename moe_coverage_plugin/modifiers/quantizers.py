@@ -13,6 +13,7 @@ from loguru import logger
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.checkpoint.scheme_checks import check_fused
 from moe_coverage_plugin.expert_scheme import SERVED, check_activations, expert_scheme
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modeling.moe_layers import (
@@ -41,8 +42,8 @@ def check_quantizers(
 
     Raises:
         CoverageError: a router or the gate of shared experts is quantized; the experts of a layer are not all
-            quantized by one scheme, or are targets of no quantizer; activations of ragged experts are quantized; or
-            groups of weights do not fit the widths, or another layer.
+            quantized by one scheme, or are targets of no quantizer; layers that engines fuse would differ; activations
+            of ragged experts are quantized; or groups of weights do not fit the widths, or another layer.
     """
     layers = find_moe_layers(model)
     forbidden = linears_that_must_stay(layers)
@@ -64,6 +65,10 @@ def check_quantizers(
         _check_groups(name, model, scheme_of, pruned)
     # a quantizer of the key-value cache alone has no groups
     _check_targets(model, [each for each in quantizers if _groups(each)], layers)
+    names = " and ".join(type(each).__name__ for each in quantizers)
+    # later quantizers do not change the scheme of a module
+    combined = {module: scheme for each in reversed(quantizers) for module, scheme in _schemes(model, each).items()}
+    check_fused(model, combined.get, f"{names} would leave")
 
 
 def _check_targets(

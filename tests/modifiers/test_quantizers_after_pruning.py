@@ -170,7 +170,7 @@ def test_quantized_activations_of_attention_and_one_width_for_all(one_layer: Pat
 def test_weights_that_only_load_opens(pristine: PreTrainedModel, tmp_path: Path, log: list[str], modifier, reason):
     """The warning comes before anything is calibrated, here before the error about the output directory."""
     (tmp_path / "here").touch()
-    refusal(pristine, [*pruning(block_size=128), modifier], tmp_path)
+    refusal(pristine, [*pruning(block_size=128), modifier], tmp_path / "here" / "out")
     assert any(f"gives experts {reason}" in line and "load() opens but no engine" in line for line in log)
 
 

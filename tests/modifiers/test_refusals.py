@@ -443,7 +443,7 @@ def test_output_below_a_file(pristine: PreTrainedModel, tmp_path: Path):
 
 def test_output_is_a_file(pristine: PreTrainedModel, tmp_path: Path):
     (tmp_path / "file").write_text("mine")
-    assert "choose another directory" in refusal(pristine, pruning(), tmp_path / "file")
+    assert "is not a directory: choose another" in refusal(pristine, pruning(), tmp_path / "file")
 
 
 def test_scores_saved_into_the_output(pristine: PreTrainedModel, tmp_path: Path, monkeypatch):
