@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_coverage_plugin.files.expert_tensors import find_experts, names_of
+from moe_coverage_plugin.files.expert_widths import check_expert_names, check_expert_shapes
 from moe_coverage_plugin.files.headers import Tensors, read_headers
 from moe_coverage_plugin.files.mtp import is_mtp_name, mtp_layers
 from moe_coverage_plugin.files.quantization import check_quantization
 from moe_coverage_plugin.files.record import check_record
 from moe_coverage_plugin.files.storage import check_storage, modules_of
-from moe_coverage_plugin.files.structure import check_expert_names, check_expert_shapes, check_others, check_sizes
+from moe_coverage_plugin.files.structure import check_others, check_sizes
 from moe_coverage_plugin.files.values import Values, check_values, read_shapes
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
 
