@@ -571,11 +571,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         Mutation(f"bits_{value!r}"[:24], SOME_SCALED, quantize(num_bits=value), "num_bits in weights", toolkits=True)
         for value in ("4", 4.0, True, 0, 10**30, None)
     ),
-    Mutation("eight_bits", SOME_PACKED, quantize(num_bits=8), "integers of 8 bits|config_groups", toolkits=True),
+    Mutation(
+        "eight_bits",
+        SOME_PACKED,
+        quantize(num_bits=8),
+        "integers of 8 bits|config_groups|but engines serve",
+        toolkits=True,
+    ),
     Mutation("asymmetric", ("ragged_w4a16",), quantize(symmetric=False), "lacks .*zero_point"),
     Mutation("symmetric", ("asymmetric",), quantize(symmetric=True), "has zero points, but"),
     Mutation("by_channel", SOME_PACKED, quantize(strategy="channel", group_size=None), "weight_scale has shape"),
-    Mutation("floats", SOME_PACKED, quantize(type="float"), "describes none", toolkits=True),
+    Mutation("floats", SOME_PACKED, quantize(type="float"), "describes none|but engines serve", toolkits=True),
     Mutation(
         "weights_list",
         SOME_SCALED,
