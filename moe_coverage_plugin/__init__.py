@@ -45,6 +45,19 @@ register_modifiers()
 
 def __getattr__(name: str) -> Any:
     # imported on first use, because llm-compressor is not installed in vLLM's environment
+    if name in __all__:
+        try:
+            return _imported(name)
+        except ModuleNotFoundError as error:
+            if error.name != "llmcompressor":
+                raise
+            from moe_coverage_plugin.cli.environment import not_installed
+
+            raise ModuleNotFoundError(f"{name}: {not_installed(error.name)}", name=error.name) from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> Any:
     if name == "load":
         from moe_coverage_plugin.checkpoint.loading import load
 
@@ -57,8 +70,6 @@ def __getattr__(name: str) -> Any:
         from moe_coverage_plugin import recovery
 
         return getattr(recovery, name)
-    if name in __all__:
-        from moe_coverage_plugin import modifiers
+    from moe_coverage_plugin import modifiers
 
-        return getattr(modifiers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(modifiers, name)

@@ -14,7 +14,8 @@ from functools import partial
 from importlib import import_module
 
 from moe_coverage_plugin.cli.arguments import build_parser
-from moe_coverage_plugin.cli.environment import not_installed
+from moe_coverage_plugin.cli.early import CHECKS
+from moe_coverage_plugin.cli.environment import check_toolkit, not_installed
 from moe_coverage_plugin.manifest import CoverageError
 
 USER_ERROR = 2
@@ -27,6 +28,7 @@ COMMANDS = {
     "eval": "evaluation",
     "pareto": "pareto",
 }
+TOOLKIT_COMMANDS = ("oneshot", "finetune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: Namespace) -> None:
+    # before the import of the subcommand, which can take seconds
+    if command in TOOLKIT_COMMANDS:
+        check_toolkit(command)
+    CHECKS[command](arguments)
     import_module(f"{__name__}.{COMMANDS[command]}").run(arguments)
 
 

@@ -27,7 +27,8 @@ def not_installed(package: str) -> str:
         return f'{package} is not installed here: pip install "moe-coverage-plugin[compress]"'
     if package in COMPRESSING:
         return (
-            f'{package} is not installed here, in vLLM\'s environment: install "moe-coverage-plugin[compress]" in an '
-            "environment of its own, because it would replace packages that vLLM needs"
+            f"{package} is not installed here, in vLLM's environment, and would replace packages that vLLM needs: "
+            "install it in an environment of its own, python -m venv compressing && compressing/bin/pip install "
+            '"moe-coverage-plugin[compress]"'
         )
     return f"{package} is not installed here: pip install {package}"

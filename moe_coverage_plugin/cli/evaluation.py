@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_coverage_plugin.cli import output
-from moe_coverage_plugin.cli.model_path import check_model
+from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.manifest import CoverageError
 
 if TYPE_CHECKING:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from moe_coverage_plugin.cli.environment import check_toolkit
-from moe_coverage_plugin.cli.model_path import check_directory
-
 FINETUNE = """\
 Reduce the loss of a pruned checkpoint by fine-tuning: train DoRA on the experts and a low-rank sum on the routers,
 merge both, and write a checkpoint of the same widths.
@@ -71,9 +68,6 @@ def run(arguments: Namespace) -> None:
     Raises:
         CoverageError: a mistake in the arguments, or a checkpoint or text that cannot be used.
     """
-    check_toolkit("finetune")
-    for name in filter(None, (arguments.checkpoint, arguments.teacher)):
-        check_directory(name)
     from moe_coverage_plugin.cli.option_flags import from_flags
     from moe_coverage_plugin.options import RecoveryOptions
 

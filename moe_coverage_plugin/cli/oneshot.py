@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from moe_coverage_plugin.cli.environment import check_toolkit
-from moe_coverage_plugin.cli.model_path import check_model
+from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.recipe_files import recipe_path
 
@@ -24,15 +23,9 @@ def run(arguments: Namespace) -> None:
     for option in ("samples", "sequence_length", "batch_size"):
         if (value := getattr(arguments, option)) is not None and value < 1:
             raise CoverageError(f"--{option.replace('_', '-')} is {value}, but must be at least 1")
-    check_toolkit("oneshot")
     recipe = arguments.recipe if Path(arguments.recipe).is_file() else recipe_path(arguments.recipe)
     _check_recipe(recipe)
     recipe_args = dict(map(_assignment, arguments.recipe_args))
-    for path in map(Path, arguments.data):
-        if not path.exists():
-            raise CoverageError(
-                f"--data {path} does not exist: give text, JSON lines, Parquet, CSV, or a directory of datasets"
-            )
     check_model(arguments.model)
 
     from moe_coverage_plugin.cli.compression import compress
@@ -40,16 +33,23 @@ def run(arguments: Namespace) -> None:
     compress(arguments, recipe, recipe_args)
     output = arguments.output
     print(f"Wrote {output}\n  moe-coverage inspect {output}    # widths, bytes, tensor-parallel degrees")
-    print(f"  vllm serve {output}    # in vLLM's environment")
+    print("To serve it, in an environment of its own, because vLLM needs other packages than llm-compressor:")
+    print('  python -m venv serving && serving/bin/pip install "moe-coverage-plugin[serve]"')
+    print(f"  serving/bin/vllm serve {output}")
 
 
 def _check_recipe(recipe: str) -> None:
     """Stop at modifiers that llm-compressor would skip without a message, because of the names above them."""
     try:
         content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        # llm-compressor reads other formats, too, and reports files that it cannot read
-        return
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        # llm-compressor also reads YAML at the top of a Markdown file
+        if Path(recipe).suffix == ".md":
+            return
+        reason = " ".join(str(error).split())[:160]
+        raise CoverageError(f"recipe {recipe} cannot be read as YAML ({reason}): correct it there") from error
+    if not isinstance(content, dict):
+        raise CoverageError(f"{recipe} is not a recipe, which has stages of modifiers: start from one of the package")
     found = False
     for stage, groups in _mappings(content):
         for group, modifiers in _mappings(groups):

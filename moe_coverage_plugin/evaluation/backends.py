@@ -18,10 +18,10 @@ PACKAGES = ("moe-coverage-plugin", "lm-eval", "torch", "transformers")
 
 
 def check_installed(backend: str) -> None:
-    """Check that lm-eval and the packages of a backend are installed.
+    """Check that the package of a backend is installed, without importing it.
 
     Raises:
-        CoverageError: a package is not installed.
+        CoverageError: it is not.
     """
     package, extra = NEEDS[backend]
     if find_spec(package) is None:
@@ -29,6 +29,14 @@ def check_installed(backend: str) -> None:
             f"{package} is not installed here, and backend {backend} needs it: use an environment with "
             f'"moe-coverage-plugin[{extra},eval]", which cannot be the same as that of the other backend'
         )
+
+
+def check_lm_eval() -> None:
+    """Check that lm-eval is installed, whose import takes seconds.
+
+    Raises:
+        CoverageError: it is not.
+    """
     try:
         import lm_eval.evaluator
         import lm_eval.tasks  # noqa: F401

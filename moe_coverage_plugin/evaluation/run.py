@@ -12,6 +12,7 @@ from moe_coverage_plugin.evaluation.local_tasks import LocalTask
 from moe_coverage_plugin.evaluation.results import Results
 from moe_coverage_plugin.evaluation.tasks import Tasks, Unit
 from moe_coverage_plugin.files.atomic import check_place
+from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options import EvaluationOptions
 
@@ -48,6 +49,9 @@ def evaluate(
     backends.check_installed(options.backend)
     if not tasks and not local:
         raise CoverageError("no task is given: name tasks of lm-eval, or give files of JSON lines")
+    check_model(checkpoint)
+    check_place(output)
+    backends.check_lm_eval()
     directory = _directory(checkpoint)
     results = _earlier(output, Results.of(checkpoint, directory))
     backends.check_tokenizer(Path(options.tokenizer or directory))
@@ -59,7 +63,6 @@ def evaluate(
     left = [(unit, own) for unit, own in units if not results.is_done(unit.name, own)]
     if not left:
         return results
-    check_place(output)
     model = backends.open_backend(directory, dtype, options)
     rest: dict[str, Any] = {"versions": backends.versions(options.backend), "model_args": dict(options.model_args)}
     for unit, own in left:

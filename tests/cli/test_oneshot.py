@@ -204,7 +204,7 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "no/such/place"}, "no/such/place is not a model directory or hub name"),
+        ({"model": "no/such/place"}, "no/such/place is not a model directory (there is no such directory)"),
         ({"model": "."}, ". is not a model directory (it has no config.json)"),
         ({"recipe": "unknown"}, "there is no recipe 'unknown': known are coverage_p25_gptq"),
         ({"recipe": "BAD"}, "cannot be read"),

@@ -146,7 +146,7 @@ def test_invalid_options(pruned, error_of, tmp_path, more, message):
 def test_invalid_checkpoints(pruned, error_of, lines, tmp_path):
     quiz = lines("quiz", QUIZ)
     files = ("--multiple-choice", quiz, "--output", tmp_path / "out.json")
-    assert "is not a model directory or hub name" in error_of(tmp_path / "none", *files)
+    assert "is not a model directory (there is no such directory)" in error_of(tmp_path / "none", *files)
     assert "is not a model directory (it has no config.json)" in error_of(tmp_path, *files)
     assert "--output is not given" in error_of(pruned, "--multiple-choice", quiz)
     assert "there is nothing to do" in error_of()
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written(pruned, error_of, lines, tmp_path):
     for place, where in ((Path("/proc/deep/out.json"), "/proc"), (quiz / "deep" / "out.json", quiz)):
         message = error_of(pruned, "--multiple-choice", quiz, "--output", place)
         assert f"{place} cannot be created: {where} is not writable" in message
-    assert "cannot be read" in error_of(pruned, "--multiple-choice", quiz, "--output", tmp_path)
+    assert "cannot be written" in error_of(pruned, "--multiple-choice", quiz, "--output", tmp_path)
 
 
 def test_missing_lm_eval_is_an_error(pruned, error_of, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -15,12 +16,12 @@ def check_model(name: str) -> None:
     Raises:
         CoverageError: it is not.
     """
-    if Path(name).is_dir():
+    if os.path.lexists(name) or _is_path(name):
         check_directory(name)
         return
     # in the function, because most subcommands read directories only
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -30,6 +31,8 @@ def check_model(name: str) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
         if isinstance(error, HFValidationError):
             reason = "there is no such directory"
+        elif not isinstance(error, HfHubHTTPError):
+            reason = f"there is no such directory, and the hub cannot be asked: {reason}"
         raise CoverageError(
             f"{name} is not a model directory or hub name ({reason}): give the directory of a model, or OWNER/NAME of "
             "one on the hub"
@@ -42,6 +45,19 @@ def check_directory(name: str) -> None:
     Raises:
         CoverageError: it is not.
     """
-    if not (Path(name) / "config.json").is_file():
-        reason = "it has no config.json" if Path(name).is_dir() else "there is no such directory"
-        raise CoverageError(f"{name} is not a model directory ({reason}): give the directory of a model")
+    path = Path(name)
+    try:
+        if (path / "config.json").is_file():
+            return
+        reason = "there is no such directory"
+        if os.path.lexists(path):
+            reason = "it has no config.json" if path.is_dir() else "it is a file"
+    except OSError as error:
+        # no permission, or a name that is too long
+        reason = error.strerror
+    raise CoverageError(f"{name} is not a model directory ({reason}): give the directory of a model")
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be that of a directory: names on the hub have one slash at most."""
+    return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count(os.sep) > 1

@@ -1,0 +1,140 @@
+"""Checks of paths on the command line that end within a second: before torch or a toolkit is imported."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from moe_coverage_plugin.files.atomic import check_place
+from moe_coverage_plugin.files.model_path import check_directory
+from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest
+
+# datasets.save_to_disk writes one of them
+DATA_SET_FILES = ("state.json", "dataset_dict.json")
+
+
+def check_oneshot(arguments: Namespace) -> None:
+    """Check the output and the data of ``moe-coverage oneshot``."""
+    _check_directory_to_write(arguments.output)
+    for path in map(Path, arguments.data):
+        if not os.path.lexists(path):
+            raise CoverageError(
+                f"--data {path} does not exist: give text, JSON lines, Parquet, CSV, or a directory of datasets"
+            )
+        if path.is_dir() and len(arguments.data) > 1:
+            raise CoverageError(
+                f"--data has a directory, {path}, and {len(arguments.data) - 1} more: give the data set alone, or "
+                "files only"
+            )
+        if path.is_dir() and not any((path / name).is_file() for name in DATA_SET_FILES):
+            raise CoverageError(
+                f"--data {path} is a directory, but is not a data set written by datasets.save_to_disk: give its "
+                "files of text"
+            )
+        if not path.is_dir():
+            check_file(path, "--data")
+
+
+def check_finetune(arguments: Namespace) -> None:
+    """Check the checkpoint, the teacher, the text and the output of ``moe-coverage finetune``."""
+    for name in filter(None, (arguments.checkpoint, arguments.teacher)):
+        check_directory(name)
+    if Manifest.from_checkpoint(arguments.checkpoint) is None:
+        raise CoverageError(
+            f"{arguments.checkpoint} is not a pruned checkpoint ({CONFIG_KEY} is not in its config.json): prune the "
+            "model first"
+        )
+    _check_files(arguments.text, "--text")
+    _check_files(arguments.evaluation or (), "--evaluation")
+    _check_directory_to_write(arguments.output)
+
+
+def check_plan(arguments: Namespace) -> None:
+    """Check the score file of ``moe-coverage plan``; for the directory of a checkpoint, take its score file."""
+    scores = Path(arguments.scores)
+    if scores.is_dir():
+        if not (scores / SCORES_NAME).is_file():
+            raise CoverageError(
+                f"{scores} is a directory without {SCORES_NAME}: give a checkpoint with scores, or a file that "
+                "AttributionModifier(save_scores=...) wrote"
+            )
+        arguments.scores = str(scores / SCORES_NAME)
+    elif not os.path.lexists(scores):
+        raise CoverageError(
+            f"there is no score file {scores}: give the {SCORES_NAME} of a checkpoint, or a file that "
+            "AttributionModifier(save_scores=...) wrote"
+        )
+    else:
+        check_file(scores, "score file")
+    _check_written_files(arguments)
+
+
+def check_inspect(arguments: Namespace) -> None:
+    """Check the outputs of ``moe-coverage inspect``."""
+    _check_written_files(arguments)
+
+
+def check_eval(arguments: Namespace) -> None:
+    """Check the files of ``moe-coverage eval``."""
+    _check_files(arguments.compare, "--compare")
+    if arguments.output is not None:
+        _check_file_to_write(arguments.output)
+
+
+def check_pareto(arguments: Namespace) -> None:
+    """Check the output of ``moe-coverage pareto``."""
+    _check_file_to_write(arguments.output)
+
+
+CHECKS: Mapping[str, Callable[[Namespace], None]] = {
+    "oneshot": check_oneshot,
+    "finetune": check_finetune,
+    "plan": check_plan,
+    "inspect": check_inspect,
+    "eval": check_eval,
+    "pareto": check_pareto,
+}
+"""By subcommand. Each raises CoverageError."""
+
+
+def check_file(path: Path, what: str) -> None:
+    """Check that a file can be read.
+
+    Raises:
+        CoverageError: it cannot.
+    """
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise CoverageError(f"{what} {path} cannot be read ({error.strerror}): give another file") from error
+
+
+def _check_files(names: Iterable[str], option: str) -> None:
+    for path in map(Path, names):
+        if path.is_dir():
+            raise CoverageError(f"{option} {path} is a directory: give its files")
+        check_file(path, option)
+
+
+def _check_directory_to_write(name: str) -> None:
+    path = Path(name)
+    if os.path.lexists(path) and not path.is_dir():
+        raise CoverageError(f"output {path} exists and is not a directory: choose another one")
+    check_place(path)
+
+
+def _check_file_to_write(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        raise CoverageError(f"{path} cannot be written (it is a directory): name a file in it")
+    check_place(path)
+
+
+def _check_written_files(arguments: Namespace) -> None:
+    if arguments.json is not None:
+        _check_file_to_write(arguments.json)
+    if arguments.pictures is not None:
+        _check_directory_to_write(arguments.pictures)
