@@ -13,11 +13,15 @@ from moe_coverage_plugin.files.expert_widths import check_expert_names, check_ex
 from moe_coverage_plugin.files.headers import Tensors, read_headers
 from moe_coverage_plugin.files.mtp import is_mtp_name, mtp_layers
 from moe_coverage_plugin.files.quantization import check_quantization
-from moe_coverage_plugin.files.record import check_record
+from moe_coverage_plugin.files.record import NEGATIVE_KEY, check_record
 from moe_coverage_plugin.files.storage import check_storage, modules_of
 from moe_coverage_plugin.files.structure import check_others, check_sizes
 from moe_coverage_plugin.files.values import Values, check_values, read_shapes
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
+
+RECIPE_NAME = "recipe.yaml"
+# of the quantizers that compressed checkpoints of release 0.1 can have, the one whose scales have a sign
+SIGNED_QUANTIZER = "AutoRoundModifier"
 
 
 def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
@@ -60,5 +64,15 @@ def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
     in_experts = names_of(experts)
     check_others(tensors, in_experts, modules, text_config, manifest)
     check_record(tensors, config, manifest)
-    check_values(tensors, in_experts, manifest, values)
+    check_values(tensors, in_experts, manifest, _may_be_negative(directory, manifest), values)
     return tensors
+
+
+def _may_be_negative(directory: Path, manifest: Manifest) -> bool:
+    """Return whether scales were negative when they were written."""
+    if manifest.contents:
+        return manifest.contents.get(NEGATIVE_KEY) is True
+    try:
+        return SIGNED_QUANTIZER in (directory / RECIPE_NAME).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False

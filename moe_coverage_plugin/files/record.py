@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_coverage_plugin.files.expert_tensors import NUMBERED, find_experts, layer_number, layers_by_number, names_of
 from moe_coverage_plugin.files.headers import Tensors, read_headers
+from moe_coverage_plugin.files.values import has_negative_scales
 from moe_coverage_plugin.manifest import CONFIG_KEY, MOST_LAYERS, CoverageError, Manifest
 
 # fields of a config that decide shapes; not those that users change, such as experts per token
@@ -26,6 +27,7 @@ SIZES = re.compile(
     r"|(\w+_)?intermediate_(size|dim)|linear_\w+|num_(local_)?experts|(n|moe_num)_routed_experts|moe_num_experts"
     r"|(n|num|moe_num)_shared_experts|first_k_dense_replace|decoder_sparse_step|moe_layer_\w+"
 )
+NEGATIVE_KEY = "negative_scales"
 FLOATS = ("F32", "BF16", "F16")
 DAMAGED = f"the record of contents in the {CONFIG_KEY} entry is damaged: copy config.json again"
 
@@ -62,6 +64,7 @@ def record_contents(directory: Path, manifest: Manifest, config: Mapping[str, An
         "sizes": sizes(config),
         "config_groups": _digest(quantization.get("config_groups")),
         "ignore": _collapse(quantization.get("ignore") or []),
+        **({NEGATIVE_KEY: True} if has_negative_scales(tensors) else {}),
     }
 
 

@@ -86,6 +86,11 @@ def storage_of(module: str, parts: Mapping[str, StoredTensor]) -> Storage:
     return "plain"
 
 
+def words_of(integers: int, bits: int) -> set[int]:
+    """Return the numbers of words that hold packed integers, which may continue in the next word (3 bits) or not."""
+    return {-(-integers * bits // WORD_BITS), -(-integers // (WORD_BITS // bits))}
+
+
 def _check_packed(
     module: str,
     parts: dict[str, StoredTensor],
@@ -105,10 +110,10 @@ def _check_packed(
     _expect_dtype(f"{module}.{SCALE}", scale, LARGE_FLOATS)
     _expect_dtype(f"{module}.{SHAPE}", parts[SHAPE], INTEGERS)
     _expect_shape(f"{module}.{SHAPE}", parts[SHAPE], (2,))
-    per_word = sorted({WORD_BITS // args["num_bits"] for args in integers})
+    all_bits = sorted({args["num_bits"] for args in integers})
     rows, columns = unpacked if len(unpacked) == 2 else (-1, -1)
-    if packed.shape not in [(rows, -(-columns // count)) for count in per_word]:
-        bits = " or ".join(str(WORD_BITS // count) for count in per_word)
+    if packed.shape not in {(rows, words) for bits in all_bits for words in words_of(columns, bits)}:
+        bits = " or ".join(map(str, all_bits))
         raise CoverageError(
             f"{module}.{PACKED} has shape {list(packed.shape)}, which is not the shape of {list(unpacked)} integers "
             f"of {bits} bits ({module}.{SHAPE} and config.json): the files are of two checkpoints, {COPY}"
@@ -127,7 +132,7 @@ def _check_packed(
     if has_zeros:
         zeros = parts[ZERO_POINT]
         _expect_dtype(f"{module}.{ZERO_POINT}", zeros, ("I32",))
-        shapes = {(-(-rows // count), *scale.shape[1:]) for count in per_word}
+        shapes = {(words, *scale.shape[1:]) for bits in all_bits for words in words_of(rows, bits)}
         if zeros.shape not in shapes:
             _fail_shape(f"{module}.{ZERO_POINT}", zeros, " or ".join(map(str, map(list, sorted(shapes)))))
 

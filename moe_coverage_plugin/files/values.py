@@ -47,11 +47,28 @@ def read_shapes(modules: Modules, values: Values) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, values: Values) -> None:
+def has_negative_scales(tensors: Tensors) -> bool:
+    """Return whether a scale is negative; AutoRound makes such scales, other quantizers do not."""
+    values = Values()
+    return any(
+        int(bits.max()) >> (tensor.item_bits - 1)
+        for name, tensor in tensors.items()
+        if name.endswith(SCALES) and tensor.dtype in INFINITY and (bits := values.bits(tensor)).size
+    )
+
+
+def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, negative: bool, values: Values) -> None:
     """Check that all scales are positive and finite, and small tensors outside the experts finite.
 
-    Reads every scale, which are about 1/64 of the bytes of 4-bit weights, at the speed of the disk. Correction biases
-    are minus infinity for removed experts.
+    Reads every scale, which are 1/32 of the bytes of 4-bit weights in groups of 128. Correction biases are minus
+    infinity for removed experts.
+
+    Args:
+        tensors: of the checkpoint.
+        in_experts: names of those that are of experts.
+        manifest: of the checkpoint.
+        negative: scales may be negative.
+        values: reads the files.
 
     Raises:
         CoverageError: a value is NaN or infinite, or a scale is zero or negative.
@@ -62,6 +79,8 @@ def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, val
             continue
         if name.endswith(SCALES):
             bits = values.bits(tensor)
+            if negative:
+                bits = _magnitude(bits)
             # NaN, infinity and negative numbers are all above the largest finite number
             if int(bits.max()) >= INFINITY[tensor.dtype] or int(bits.min()) == 0:
                 raise CoverageError(
@@ -70,7 +89,7 @@ def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, val
                 )
         elif name not in in_experts and tensor.elements <= MOST_ELEMENTS:
             bits = values.bits(tensor)
-            magnitude = bits & bits.dtype.type((1 << (tensor.item_bits - 1)) - 1)
+            magnitude = _magnitude(bits)
             if int(magnitude.max()) >= INFINITY[tensor.dtype]:
                 widths = manifest.widths.get(layers.get(layer_number(name), ""), [])
                 if len(widths) == tensor.elements:
@@ -83,10 +102,13 @@ def check_values(tensors: Tensors, in_experts: set[str], manifest: Manifest, val
                 )
 
 
+def _magnitude(bits: np.ndarray) -> np.ndarray:
+    return bits & bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
+
+
 def _worst(bits: np.ndarray, dtype: str) -> str:
     """Describe the first kind of wrong value that is found."""
-    infinity, size = INFINITY[dtype], bits.dtype.itemsize * 8
-    magnitude = bits & bits.dtype.type((1 << (size - 1)) - 1)
+    infinity, magnitude = INFINITY[dtype], _magnitude(bits)
     if bool((magnitude > infinity).any()):
         return "NaN"
     if bool((magnitude == infinity).any()):
