@@ -21,12 +21,15 @@ class SplitLayer:
     Attributes:
         what: its name in messages, ``dense MLP``.
         channels: input channels before splitting.
-        group_size: channels that share a scale and so must stay on one rank; ``None`` if there are no such groups.
+        group_size: channels that share a scale or a packed word and so must stay on one rank; ``None`` if there
+            are no such channels.
+        unit: what has ``group_size`` channels, in messages.
     """
 
     what: str
     channels: int
     group_size: int | None = None
+    unit: str = "group size"
 
     def obstacle(self, degree: int) -> str | None:
         """Return why the layer cannot be split, or ``None`` if it can."""
@@ -35,7 +38,7 @@ class SplitLayer:
         share = self.channels // degree
         if self.group_size and share % self.group_size:
             return (
-                f"{share} channels of the {self.what} on each rank are not a multiple of the group size "
+                f"{share} channels of the {self.what} on each rank are not a multiple of the {self.unit} "
                 f"{self.group_size}"
             )
         return None
@@ -67,16 +70,21 @@ def obstacles(shape: ParallelShape, degree: int) -> list[str]:
     found = []
     if shape.attention_heads % degree:
         found.append(f"{shape.attention_heads} attention heads are not a multiple of it")
-    heads = shape.key_value_heads
-    # vLLM copies heads to several ranks if there are more ranks than heads
-    if heads is not None and heads % degree and degree % heads:
-        found.append(f"{heads} key/value heads are neither a multiple nor a divisor of it")
+    if shape.key_value_heads is not None and (obstacle := heads_obstacle(shape.key_value_heads, degree)) is not None:
+        found.append(obstacle)
     if shape.experts < degree:
         found.append(f"{shape.experts} experts are fewer")
     padded = shape.vocabulary + -shape.vocabulary % VOCABULARY_PADDING
     if padded % degree:
         found.append(f"{padded} rows of the padded vocabulary are not a multiple of it")
     return found + [obstacle for layer in shape.layers if (obstacle := layer.obstacle(degree)) is not None]
+
+
+def heads_obstacle(heads: int, degree: int) -> str | None:
+    """Return why key/value heads cannot be split, or ``None``; vLLM copies them if there are more ranks than heads."""
+    if heads % degree and degree % heads:
+        return f"{heads} key/value heads are neither a multiple nor a divisor of it"
+    return None
 
 
 def degrees(shape: ParallelShape, limit: int = MAX_DEGREE) -> dict[int, list[str]]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
-from moe_coverage_plugin.cli.split_layers import parallel_shape
 from moe_coverage_plugin.expert_scheme import ExpertScheme, describe_numbers
-from moe_coverage_plugin.parallelism import degrees, imbalance
+from moe_coverage_plugin.files.split_layers import EXPERTS, split_layers
+from moe_coverage_plugin.parallelism import ParallelShape, degrees, imbalance
 
 HEADERS = (
     *("layer", "channels", "kept", "coverage", "experts", "removed", "narrowest", "mean", "widest"),
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> None:
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
-    obstacles = degrees(parallel_shape(checkpoint))
+    obstacles = degrees(_parallel_shape(checkpoint))
     legal = [degree for degree, found in obstacles.items() if not found]
     return {
         "checkpoint": str(checkpoint.directory),
@@ -66,6 +66,30 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "provenance": manifest.provenance,
         "remarks": checkpoint.remarks,
     }
+
+
+def _parallel_shape(checkpoint: Checkpoint) -> ParallelShape:
+    """Return the sizes that decide on the tensor-parallel degrees of a checkpoint.
+
+    Raises:
+        CoverageError: a number is absent in the config, or a packed weight has no scales.
+    """
+    latent = checkpoint.config.get("kv_lora_rank") is not None
+    has_own = checkpoint.config.get("num_key_value_heads") is not None
+    ragged = checkpoint.manifest.layout == "ragged"
+    # ragged experts are split in units of groups, on any number of ranks
+    layers = {
+        layer.as_split(layer.kind)
+        for layer in split_layers(checkpoint.tensors, checkpoint.quantization)
+        if not (ragged and layer.kind == EXPERTS)
+    }
+    return ParallelShape(
+        attention_heads=checkpoint.size("num_attention_heads"),
+        key_value_heads=None if latent else checkpoint.size(f"num_{'key_value' if has_own else 'attention'}_heads"),
+        experts=max(len(widths) for widths in checkpoint.manifest.widths.values()),
+        vocabulary=checkpoint.size("vocab_size"),
+        layers=tuple(sorted(layers, key=lambda layer: (layer.what, layer.channels, layer.group_size or 0))),
+    )
 
 
 def _quantization(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,24 +6,21 @@ above", or, in some releases, at the first request. Ragged experts always fit: r
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from moe_coverage_plugin.files.weights import open_weights
-from moe_coverage_plugin.manifest import CoverageError, Manifest
-from moe_coverage_plugin.parallelism import SplitLayer
-
-# scales and shapes of the layers that vLLM splits by their input
-SPLIT_BY_INPUT = re.compile(r"(\.layers\.\d+\..*\.(?:o_proj|out_proj|down_proj|w2))\.(weight_scale|weight_shape)$")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+from moe_coverage_plugin.files.headers import read_headers
+from moe_coverage_plugin.files.split_layers import EXPERTS, split_layers
+from moe_coverage_plugin.files.weights import SUFFIX
+from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
+from moe_coverage_plugin.parallelism import SplitLayer, heads_obstacle
 
 
 def check_degrees(
     directory: Path,
     manifest: Manifest,
-    group_sizes: Collection[int],
+    quantization: Mapping[str, Any],
     ranks: int,
     expert_ranks: int,
     any_expert_ranks: bool,
@@ -33,7 +30,7 @@ def check_degrees(
     Args:
         directory: of the checkpoint; one that is not local is not checked.
         manifest: of the checkpoint.
-        group_sizes: group sizes of the checkpoint's quantization.
+        quantization: ``quantization_config`` of the checkpoint.
         ranks: number of ranks that share each linear layer.
         expert_ranks: number of ranks that share each expert.
         any_expert_ranks: whether our method serves the experts, which any number of ranks may share.
@@ -43,38 +40,31 @@ def check_degrees(
     """
     if manifest.layout != "ragged":
         _check(SplitLayer("experts", manifest.declared_width), expert_ranks)
-    for name, channels, group_size in _grouped_layers(directory, group_sizes):
-        if EXPERT.search(name) is None:
-            _check(SplitLayer(name, channels, group_size), ranks)
+    if not any(directory.glob(f"*{SUFFIX}")):
+        return
+    _check_heads(read_json(directory / "config.json"), ranks)
+    for layer in split_layers(read_headers(directory), quantization):
+        if layer.kind != EXPERTS:
+            _check(layer.as_split(layer.name), ranks)
         elif manifest.layout != "ragged" and not any_expert_ranks:
-            _check(SplitLayer(name, channels, group_size), expert_ranks)
+            _check(layer.as_split(layer.name), expert_ranks)
+
+
+def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
+    text_config = config.get("text_config") or config
+    heads = text_config.get("num_key_value_heads")
+    # latent attention has no such heads
+    if type(heads) is int and heads > 0 and text_config.get("kv_lora_rank") is None:
+        _raise(heads_obstacle(heads, ranks), ranks)
 
 
 def _check(layer: SplitLayer, ranks: int) -> None:
-    if (obstacle := layer.obstacle(ranks)) is not None:
+    _raise(layer.obstacle(ranks), ranks)
+
+
+def _raise(obstacle: str | None, ranks: int) -> None:
+    if obstacle is not None:
         raise CoverageError(
             f"{ranks} ranks do not fit the checkpoint: {obstacle}; serve with a --tensor-parallel-size that "
             "moe-coverage inspect lists for it, or quantize with smaller groups"
         )
-
-
-def _grouped_layers(directory: Path, group_sizes: Collection[int]) -> list[tuple[str, int, int]]:
-    """Return name, input channels and group size of every layer that is stored in groups."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
-    for file in sorted(directory.glob("*.safetensors")):
-        with open_weights(file) as shard:
-            for name in shard.keys():  # noqa: SIM118  # an open file is not a mapping
-                match = SPLIT_BY_INPUT.search(name)
-                # experts of other layouts than ragged have one width, so the first one is enough
-                if match is None or ((expert := EXPERT.search(name)) is not None and int(expert[1]) > 0):
-                    continue
-                # the shape of a weight before packing is a tensor of two numbers
-                is_shape = match[2] == "weight_shape"
-                value = shard.get_tensor(name)[1] if is_shape else shard.get_slice(name).get_shape()[-1]
-                found[name.removesuffix(f".{match[2]}")][match[2]] = int(value)
-    # a layer that lacks one of the two is damaged, which the loader reports
-    complete = (
-        (name, sizes["weight_shape"], sizes["weight_scale"]) for name, sizes in found.items() if len(sizes) == 2
-    )
-    layers = [(name, channels, channels // groups) for name, channels, groups in complete]
-    return [layer for layer in layers if layer[2] in group_sizes]

@@ -53,7 +53,7 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     check_degrees(
         Path(model_config.model),
         manifest,
-        {size for group in groups.values() if (size := (group.get("weights") or {}).get("group_size"))},
+        quantization_config,
         ranks=parallel.tensor_parallel_size,
         # vLLM shards experts over data-parallel ranks too, unless it assigns entire experts to ranks
         expert_ranks=1
