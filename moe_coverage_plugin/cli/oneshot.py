@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 
 from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.options.recipes import check_fields
 from moe_coverage_plugin.recipe_files import recipe_path
 
 
@@ -24,8 +25,8 @@ def run(arguments: Namespace) -> None:
         if (value := getattr(arguments, option)) is not None and value < 1:
             raise CoverageError(f"--{option.replace('_', '-')} is {value}, but must be at least 1")
     recipe = arguments.recipe if Path(arguments.recipe).is_file() else recipe_path(arguments.recipe)
-    _check_recipe(recipe)
     recipe_args = dict(map(_assignment, arguments.recipe_args))
+    _check_recipe(recipe, recipe_args)
     check_model(arguments.model)
 
     from moe_coverage_plugin.cli.compression import compress
@@ -38,8 +39,8 @@ def run(arguments: Namespace) -> None:
     print(f"  serving/bin/vllm serve {output}")
 
 
-def _check_recipe(recipe: str) -> None:
-    """Stop at modifiers that llm-compressor would skip without a message, because of the names above them."""
+def _check_recipe(recipe: str, recipe_args: Mapping[str, Any]) -> None:
+    """Stop at wrong fields, and at modifiers that llm-compressor would skip because of the names above them."""
     try:
         content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -62,9 +63,13 @@ def _check_recipe(recipe: str) -> None:
                     f"recipe {recipe} has modifiers in the stage {stage!r}, group {group!r}, which llm-compressor "
                     f"skips because of these names: call them {right[0]!r} and {right[1]!r}"
                 )
+            for name, fields in _mappings(modifiers):
+                check_fields(name, fields, recipe_args)
     if isinstance(content, dict) and not found:
+        stages = ", ".join(map(repr, list(content)[:3])) or "nothing"
         raise CoverageError(
-            f"recipe {recipe} names no modifiers: they belong into a stage, as in prune_stage: prune_modifiers:, or "
+            f"recipe {recipe} names no modifiers where llm-compressor looks for them, in a group ..._modifiers of a "
+            f"stage ..._stage: it begins with {stages}, put the modifiers below prune_stage: and prune_modifiers:, or "
             "start from a recipe of the package"
         )
 

@@ -148,11 +148,19 @@ def _allowed(field: FieldInfo) -> str:
 def _hint(field: FieldInfo, value: object) -> str:
     """Guess what was meant, a fraction for a percentage or a choice that is spelled alike; otherwise the meaning."""
     below_one = any(1 in (getattr(limit, "lt", None), getattr(limit, "le", None)) for limit in field.metadata)
-    if below_one and isinstance(value, (int, float)) and 2 <= value <= 100:
-        return f": did you mean {value / 100:g}?"
+    if below_one and (percent := _percent(value)) is not None and 1 < percent <= 100:
+        return f": did you mean {percent / 100:g}?"
     if isinstance(value, str) and (close := get_close_matches(value, choices(field), n=1)):
         return f": did you mean {close[0]}?"
     return _meaning(field)
+
+
+def _percent(value: object) -> float | None:
+    """The number of a percentage, written as a number or as ``25`` or ``25 %`` in quotes."""
+    try:
+        return float(value.rstrip().removesuffix("%")) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
 
 
 def _meaning(field: FieldInfo) -> str:

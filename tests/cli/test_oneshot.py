@@ -208,7 +208,7 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
         ({"model": "."}, ". is not a model directory (it has no config.json)"),
         ({"recipe": "unknown"}, "there is no recipe 'unknown': known are coverage_p25_gptq"),
         ({"recipe": "BAD"}, "cannot be read"),
-        ({"recipe": "EMPTY"}, "names no modifiers: they belong into a stage"),
+        ({"recipe": "EMPTY"}, "names no modifiers where llm-compressor looks for them"),
         ({"recipe": "STAGE"}, "skips because of these names: call them 'prune_stage' and 'a_modifiers'"),
         ({"recipe-args": ["sparsity"]}, "--recipe-args has 'sparsity': write NAME=VALUE"),
         ({"recipe-args": ["sparsity=["]}, "is not YAML"),
