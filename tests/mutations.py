@@ -248,6 +248,13 @@ def add(name: str, like: str, dtype: str | None = None) -> Edit:
     return edit
 
 
+def negative_as_written(files: Files) -> None:
+    """What AutoRound makes, whose scales have a sign."""
+    put(EXPERT_SCALE, -1.0)(files)
+    files.entry["contents"] = files.entry.get("contents", {}) | {"negative_scales": True}
+    files.seal()
+
+
 def add_mtp(layers: int) -> Edit:
     """Add a layer that predicts several tokens, which a config counts or not."""
 
@@ -515,6 +522,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         )
         for place, pattern in (("expert_scale", EXPERT_SCALE), ("query_scale", rf"{Q}\.weight_scale"))
     ),
+    Mutation("negative_as_written", SOME_SCALED, negative_as_written, None, recorded=True),
     Mutation("nan_norm", ALL, put(NORM, math.nan), "input_layernorm.weight holds NaN"),
     Mutation("inf_norm", ALL, put(NORM, -math.inf), "input_layernorm.weight holds infinity"),
     Mutation("nan_router", ALL, put(ROUTER, math.nan), "gate.weight holds NaN"),
