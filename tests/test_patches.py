@@ -171,6 +171,11 @@ def test_saving_copies_layers_that_predict_several_tokens() -> None:
     assert save in getsource(toolkit_saving.modify_save_pretrained)
 
 
+def test_saving_needs_the_source(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Repo id must be in the form"):
+        toolkit_saving.infer_recipe_from_model_path(str(tmp_path / "gone"))
+
+
 def test_the_recipe_is_that_of_the_session() -> None:
     assert "active_session().lifecycle.recipe" in getsource(toolkit_saving.update_and_save_recipe)
 

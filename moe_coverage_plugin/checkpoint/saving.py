@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ from moe_coverage_plugin.checkpoint.staging import check_output, staged
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import REPORT_NAME, CoverageError, Layout, Manifest
 from moe_coverage_plugin.modeling.moe_layers import check_merged, expert_linears, find_moe_layers
+
+# functions of llm-compressor that its save_pretrained calls
+LEFT_OUT_STEPS = ("resave_config", "save_mtp_tensors_to_checkpoint")
+SOURCE_STEPS = ("infer_recipe_from_model_path", "copy_python_files_from_model_cache")
 
 
 @dataclass
@@ -151,17 +156,33 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         )
 
 
+def _unless_it_is_gone(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def run(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except (OSError, ValueError) as error:
+            cause = " ".join(str(error).split())
+            logger.warning(f"{step.__name__} found nothing beside the model that this one was loaded from ({cause})")
+            return None
+
+    return run
+
+
 @contextmanager
 def _without_steps_of_toolkit() -> Iterator[None]:
-    """Leave out two steps of llm-compressor's saving.
+    """Leave out two steps of llm-compressor's saving, and let two others fail.
 
     One replaces the model's config by the file of the model it was loaded from, which ``write_config`` merges instead.
-    The other copies MTP layers, whose experts have other widths than the manifest says.
+    The second copies MTP layers, whose experts have other widths than the manifest says. The others look for a recipe
+    and for Python files beside that model, which may be gone since.
     """
+    own = {name: getattr(compressed_tensors_utils, name) for name in (*LEFT_OUT_STEPS, *SOURCE_STEPS)}
     # patch: source-config
     # patch: copied-mtp
-    steps = {"resave_config": lambda *_: None, "save_mtp_tensors_to_checkpoint": lambda *_: None}
-    own = {name: getattr(compressed_tensors_utils, name) for name in steps}
+    steps: dict[str, Callable[..., Any]] = dict.fromkeys(LEFT_OUT_STEPS, lambda *_: None)
+    # patch: source-that-is-gone
+    steps |= {name: _unless_it_is_gone(own[name]) for name in SOURCE_STEPS}
     try:
         for name, step in steps.items():
             setattr(compressed_tensors_utils, name, step)

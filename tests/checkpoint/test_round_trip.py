@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -279,6 +280,8 @@ def test_a_source_that_is_gone(tmp_path):
     model.save_pretrained(tmp_path / "three")
     (tmp_path / "source" / "config.json").unlink()
     model.save_pretrained(tmp_path / "four")
-    for name in ("two", "three", "four"):
+    shutil.rmtree(tmp_path / "source")
+    model.save_pretrained(tmp_path / "five")
+    for name in ("two", "three", "four", "five"):
         assert_equal_models(load(tmp_path / name), load(tmp_path / "one"))
         assert "llama" not in (tmp_path / name / "config.json").read_text()
