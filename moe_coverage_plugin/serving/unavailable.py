@@ -30,12 +30,13 @@ def register_unavailable(error: Exception) -> None:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
         from moe_coverage_plugin.serving.unavailable_config import UnavailableConfig
-    except (ImportError, AttributeError) as second:
-        # stock vLLM then stops at the expert width that the checkpoint declares
+
+        UnavailableConfig.message = message
+        register_quantization_config(CONFIG_KEY)(UnavailableConfig)
+    # of any kind: other models must start
+    except Exception as second:
+        # stock vLLM then stops at the quantization method that the checkpoint names
         logger.debug("No quantization config can be registered either: %s", second)
-        return
-    UnavailableConfig.message = message
-    register_quantization_config(CONFIG_KEY)(UnavailableConfig)
 
 
 def _version(*distributions: str) -> str:
