@@ -28,11 +28,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from moe_coverage_plugin import Manifest, load
+from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.files.integrity import check_checkpoint
 from tests.checkpoint.runs import config_json, prune, source, tensors
 from tests.checkpoint.test_mtp import with_mtp
-from tests.tiny import VOCAB, add_tokenizer, diversify, seeing_config
+from tests.tiny import LISTED, VOCAB, add_tokenizer, diversify, save_model, seeing_config
 
 FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe text", "deepseek_v3", "qwen3_next")
 PLACES = ("everywhere", "text_config", "torch_dtype", "nowhere")
@@ -285,3 +285,49 @@ def test_a_source_that_is_gone(tmp_path):
     for name in ("two", "three", "four", "five"):
         assert_equal_models(load(tmp_path / name), load(tmp_path / "one"))
         assert "llama" not in (tmp_path / name / "config.json").read_text()
+
+
+def test_tied_embeddings_that_are_resized_and_untied(tmp_path):
+    """Field case 2.6: in models that were loaded."""
+    prune(source(tmp_path / "source", tie_word_embeddings=True), tmp_path / "out")
+    resized = load(tmp_path / "out")
+    resized.resize_token_embeddings(VOCAB + 9)
+    resized.save_pretrained(tmp_path / "resized")
+    again = load(tmp_path / "resized")
+    assert again.config.tie_word_embeddings
+    assert_equal_models(again, resized)
+    untied = load(tmp_path / "out")
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach() * 2)
+    untied.save_pretrained(tmp_path / "untied")
+    again = load(tmp_path / "untied")
+    assert not again.config.tie_word_embeddings
+    assert torch.equal(again.lm_head.weight, 2 * again.model.embed_tokens.weight)
+
+
+def test_settings_that_transformers_does_not_save(tmp_path):
+    """Field case 2.6: a generation config that contradicts itself stops a run before calibration."""
+    model = AutoModelForCausalLM.from_pretrained(source(tmp_path / "source"))
+    model.generation_config.temperature = 0.5
+    with pytest.raises(CoverageError, match=r"saves no generation_config .*temperature.*: change model\.generation"):
+        prune(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fields_of_code_beside_a_model(tmp_path):
+    """Field case 2.6: a family that transformers does not have, with its own config class and fields."""
+    path = add_tokenizer(save_model(tmp_path / "source", LISTED, moe_intermediate_size=128))
+    (path / "config.json").write_text(json.dumps(config_json(path) | {"of_another_program": {"kept": True}}))
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    model.config.num_experts_per_tok = 1
+    prune(model, tmp_path / "out", trust_remote_code_model=True, processor=AutoTokenizer.from_pretrained(path))
+    opened = load(tmp_path / "out", trust_remote_code=True)
+    assert opened.config.num_experts_per_tok == 1
+    opened.config.max_position_embeddings = 99
+    opened.save_pretrained(tmp_path / "again")
+    config = config_json(tmp_path / "again")
+    assert config["auto_map"] == config_json(path)["auto_map"]
+    assert config["of_another_program"] == {"kept": True}
+    assert list((tmp_path / "again").glob("*.py"))
+    again = load(tmp_path / "again", trust_remote_code=True)
+    assert (again.config.num_experts_per_tok, again.config.max_position_embeddings) == (1, 99)
