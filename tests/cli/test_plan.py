@@ -160,7 +160,7 @@ def test_files_that_cannot_be_written_are_refused(refusal: Any, scores: Path, tm
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "plan.json"):
         assert "cannot be" in refusal("plan", scores, "--sparsity", 0.5, "--json", path)
-    assert "cannot be written" in refusal("plan", scores, "--sparsity", 0.5, "--pictures", tmp_path / "file")
+    assert "is not a directory" in refusal("plan", scores, "--sparsity", 0.5, "--pictures", tmp_path / "file")
 
 
 def test_flags_are_the_fields() -> None:
