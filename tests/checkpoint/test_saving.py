@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.checkpoint.entry import write_entry
 from moe_coverage_plugin.checkpoint.staging import check_output
+from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
 
@@ -126,6 +127,18 @@ def test_permissions_follow_the_umask(written, tmp_path, umask):
     finally:
         os.umask(before)
     assert modes == {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in modes}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007], ids=oct)
+def test_other_files_follow_the_umask(tmp_path, umask):
+    """Field case 2.13: scores, pages and results of the command line."""
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "new" / "page.html", b"page")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new" / "page.html").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_files_of_a_run_follow_the_umask(written):
