@@ -52,7 +52,7 @@ def finetune(
     Args:
         checkpoint: directory of a pruned checkpoint.
         text: text to train on: files (text, JSON lines, Parquet, CSV), or a data set of text or ``input_ids``.
-        output: directory to write; must not exist or be empty.
+        output: directory to write; new, or without weights and config of a model.
         options: how to train.
         evaluation: text for the held-out loss; by default, the last windows of ``text``.
         field: the column of the text in files with rows and in data sets.
