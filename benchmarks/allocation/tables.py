@@ -166,10 +166,9 @@ def _metrics() -> Iterator[Setting]:
 
 def _smoothing() -> Iterator[Setting]:
     for sparsity in SPARSITIES:
-        for allocation, coverage in (("both levels", recipes.PAPER), ("inside layers", recipes.INSIDE_LAYERS)):
-            for smoothing in ("none", "sqrt", "log", "huber", "clip"):
-                recipe = channels(sparsity, {**coverage, "smoothing": smoothing})
-                yield Setting("smoothing", f"{allocation}: {smoothing}", smoothing, sparsity, recipe)
+        for smoothing in ("none", "sqrt", "log", "huber", "clip"):
+            recipe = channels(sparsity, {**recipes.PAPER, "smoothing": smoothing})
+            yield Setting("smoothing", f"both levels: {smoothing}", smoothing, sparsity, recipe)
 
 
 def _order() -> Iterator[Setting]:

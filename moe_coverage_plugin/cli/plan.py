@@ -115,7 +115,7 @@ def _settings(options: PlanOptions) -> dict[str, Any]:
         names += ["inter_layer", "layer_prior"] if options.inter_layer == "coverage" else ["inter_layer"]
     if options.intra_layer == "coverage":
         names += ["expert_prior", "expert_importance"] if options.uses_attribution else ["expert_prior"]
-    if options.uses_layer_loss or options.intra_layer in ("coverage", "loss"):
+    if options.uses_layer_loss:
         names.append("smoothing")
     names += ["strategy", "block_size"]
     if options.strategy == "hamilton":

@@ -7,6 +7,9 @@ common ``alpha`` the paper requires of every group the coverage ``rho_g = min(al
 No search is needed. Channel number ``n`` is kept exactly when ``S_g(n - 1) < rho_g * S_g(D)``, that is,
 when ``alpha > S_g(n - 1) / (phi_g * S_g(D))``. These thresholds grow with ``n``, so the solution is the ``budget``
 smallest thresholds over all groups. It is exact to the channel; a search stops at a tolerance.
+
+A channel with score zero adds no coverage, so no ``alpha`` requires it. It is kept only if some of the budget is left
+over when every channel with a positive score is kept.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from moe_coverage_plugin.manifest import CoverageError
 def solve_coverage(scores_GD: Tensor, prior_G: Tensor, budget: int | Tensor) -> Tensor:
     """Channels of every group under the largest common ``alpha`` that fits the budget.
 
-    Among equal thresholds the smaller ``n`` comes first, then the smaller ``g``. A group whose scores are all zero is
-    treated as a group with equal scores. Priors that are all zero are treated as equal. A group with ``phi_g = 0``
-    beside groups with positive priors gets only what those cannot take, and several such groups share it evenly.
+    Among equal thresholds the smaller ``n`` comes first, then the smaller ``g``. Priors that are all zero are treated
+    as equal. A group with ``phi_g = 0`` beside groups with positive priors gets only what those cannot use, and
+    several such groups share it evenly. Channels with score zero come last of all, evenly over the groups.
 
     Args:
         scores_GD: finite, not negative, in any order inside a group; or ``[L, G, D]`` for one problem per layer.
@@ -55,12 +58,10 @@ def coverage_thresholds(sorted_scores_GD: Tensor, prior_G: Tensor) -> Tensor:
         prior_G: ``[..., G]``.
 
     Returns:
-        float64 like the scores, not decreasing along the last axis; infinite where ``phi_g = 0``.
+        float64 like the scores, not decreasing along the last axis; infinite for channels with score zero, and the
+        largest finite number for the other channels of a group with ``phi_g = 0``.
     """
     scores_GD = sorted_scores_GD
-    is_zero_G1 = scores_GD[..., :1] == 0  # the largest is zero
-    if bool(is_zero_G1.any()):
-        scores_GD = torch.where(is_zero_G1, torch.ones_like(scores_GD), scores_GD)
     prior_G1 = prior_G.double()[..., None]
     prior_G1 = torch.where((prior_G1 == 0).all(-2, keepdim=True), torch.ones_like(prior_G1), prior_G1)
 
@@ -69,10 +70,16 @@ def coverage_thresholds(sorted_scores_GD: Tensor, prior_G: Tensor) -> Tensor:
     torch.cumsum(scores_GD[..., :-1], -1, out=thresholds_GD[..., 1:])
     total_G1 = thresholds_GD[..., -1:] + scores_GD[..., -1:]
     # two divisions, because the product phi * S could underflow
-    thresholds_GD.div_(total_G1).div_(torch.where(prior_G1 == 0, torch.ones_like(prior_G1), prior_G1))
+    thresholds_GD.div_(_or_one(total_G1)).div_(_or_one(prior_G1))
     if bool((prior_G1 == 0).any()):
-        thresholds_GD.masked_fill_(prior_G1 == 0, torch.inf)
+        thresholds_GD.masked_fill_(prior_G1 == 0, torch.finfo(thresholds_GD.dtype).max)
+    if bool((scores_GD[..., -1] == 0).any()):
+        thresholds_GD.masked_fill_(scores_GD == 0, torch.inf)
     return thresholds_GD
+
+
+def _or_one(divisor: Tensor) -> Tensor:
+    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
 
 
 def count_smallest(values_GD: Tensor, budget: int) -> Tensor:

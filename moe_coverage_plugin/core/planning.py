@@ -21,7 +21,7 @@ class CoveragePlan(NamedTuple):
     Attributes:
         widths_LE: kept channels of every expert, int64.
         layer_prior_L: importance of the layers after smoothing; ones if it is not used.
-        expert_prior_LE: importance of the experts after smoothing; ones if it is not used.
+        expert_prior_LE: importance of the experts after its square root is taken; ones if it is not used.
     """
 
     widths_LE: Tensor
@@ -79,9 +79,9 @@ def _expert_prior(scores: AttributionScores, options: CoverageOptions, expert_im
     match prior:
         case "attribution":
             importance_LE = getattr(scores, f"{expert_importance}_LE")
-            return smooth(_measured(importance_LE, expert_importance, "expert_importance"), options.smoothing)
+            return smooth(_measured(importance_LE, expert_importance, "expert_importance"), "sqrt")
         case "loss":
-            return smooth(scores.second_order_LE, options.smoothing)
+            return smooth(scores.second_order_LE, "sqrt")
         case "usage":
             return scores.tokens_LE.double()
         case "router_weight":

@@ -1,4 +1,7 @@
-"""Smoothing of importance before it becomes a prior, so that outliers do not take the budget (paper, app. C.3.3)."""
+"""Smoothing of the importance of layers, so that outliers do not take the budget (paper, appendix C.3.3).
+
+The importance of experts is always smoothed by its square root.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ OUTLIER_STDS = 0.5
 def smooth(importance: Tensor, method: Smoothing) -> Tensor:
     """Compress the range of importance along the last axis (experts of a layer, or layers).
 
-    ``sqrt``: square root. ``log``: ``log(1 + 5 x)`` with ``x`` relative to the mean, so that the result does not
-    depend on the number of calibration tokens. ``huber``: unchanged up to
-    ``delta = mean + 0.5 std``, beyond it ``sqrt(2 delta x - delta^2)``, with equal value and slope at ``delta``.
-    ``clip``: ``min(x, mean + 0.5 std)``. The standard deviation is the population's. Every method is monotone and maps
-    zero to zero; negative input (a signed first-order score can be negative) is treated as zero.
+    With the mean ``mu`` and the standard deviation ``sigma`` of the population, and ``delta = mu + 0.5 sigma``:
+
+    - ``sqrt``: square root.
+    - ``log``: ``log(1 + 5 x)``. It depends on the unit of ``x``; the loss of layers is in nats per token.
+    - ``huber``: ``x`` up to ``delta``, and ``delta + sqrt(delta (x - delta))`` beyond it.
+    - ``clip``: ``x`` limited to ``mu - 0.5 sigma`` and ``mu + 0.5 sigma``.
+
+    Every method is monotone. All but ``clip`` map zero to zero. Negative input (a signed first-order score can be
+    negative) is treated as zero.
 
     Args:
         importance: ``[L, E]`` or one row ``[G]``, floating or integer, any device.
@@ -40,16 +47,17 @@ def smooth(importance: Tensor, method: Smoothing) -> Tensor:
         case "sqrt":
             return x.sqrt()
         case "log":
-            mean = x.mean(-1, keepdim=True)
-            return torch.log1p(LOG_SLOPE * x / where(mean > 0, mean, 1))
+            return torch.log1p(LOG_SLOPE * x)
         case "huber":
-            delta = _outlier_limit(x)
-            unit = where(delta > 0, delta, 1)
-            # as a ratio, because squares of tiny numbers underflow
-            return where(x <= delta, x, delta * (2 * x.maximum(unit) / unit - 1).sqrt())
+            _, delta = _limits(x)
+            # two roots, because the product of tiny numbers underflows
+            return where(x <= delta, x, delta + delta.sqrt() * (x - delta).clamp(min=0).sqrt())
         case "clip":
-            return x.minimum(_outlier_limit(x))
+            lower, upper = _limits(x)
+            return x.maximum(lower).minimum(upper)
 
 
-def _outlier_limit(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True) + OUTLIER_STDS * x.std(-1, correction=0, keepdim=True)
+def _limits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``mu - 0.5 sigma`` and ``mu + 0.5 sigma``."""
+    mean, spread = x.mean(-1, keepdim=True), OUTLIER_STDS * x.std(-1, correction=0, keepdim=True)
+    return mean - spread, mean + spread

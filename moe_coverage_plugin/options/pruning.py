@@ -147,9 +147,9 @@ class CoverageOptions(Options):
     """
 
     smoothing: Smoothing = "sqrt"
-    """Smoothing of loss and attribution before they weigh layers and experts.
+    """Smoothing of the importance of layers, for scope layers only.
 
-    Paper, appendix C.3.3; formulas: ``core/smoothing.py``.
+    Paper, appendix C.3.3; formulas: ``core/smoothing.py``. The importance of experts is smoothed by its square root.
     """
 
     @property
@@ -166,7 +166,7 @@ class CoverageOptions(Options):
 
     @model_validator(mode="after")
     def _check_coverage(self) -> Self:
-        self.refuse_idle("scope", "layers", "inter_layer", "layer_prior")
+        self.refuse_idle("scope", "layers", "inter_layer", "layer_prior", "smoothing")
         if "intra_layer" not in self.model_fields_set:
             self.refuse_idle("intra_layer", "coverage", "expert_prior")
         return self

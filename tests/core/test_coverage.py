@@ -1,3 +1,4 @@
+import math
 from fractions import Fraction
 
 import pytest
@@ -33,10 +34,12 @@ def exact_coverage(scores: list[list[int]], prior: list[int], budget: int) -> li
         prior = [1] * len(prior)
     entries = []
     for group, (row, phi) in enumerate(zip(scores, prior, strict=True)):
-        ordered = sorted(row, reverse=True) if any(row) else [1] * len(row)
-        for n in range(1, len(ordered) + 1):
-            threshold = Fraction(sum(ordered[: n - 1]), sum(ordered) * phi) if phi else None
-            entries.append((threshold is None, threshold or 0, n, group))
+        ordered = sorted(row, reverse=True)
+        for n, score in enumerate(ordered, start=1):
+            # channels with score zero come last, before them those of groups with importance zero
+            last = 2 if score == 0 else int(phi == 0)
+            threshold = Fraction(sum(ordered[: n - 1]), sum(ordered) * phi) if last == 0 else 0
+            entries.append((last, threshold, n, group))
     chosen = [group for *_, group in sorted(entries)[:budget]]
     return [chosen.count(group) for group in range(len(scores))]
 
@@ -159,9 +162,30 @@ def test_all_zero_scores_and_priors_are_treated_as_equal() -> None:
 def test_thresholds_equal_their_definition() -> None:
     scores_GD = torch.tensor([[4.0, 3.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     thresholds_GD = coverage_thresholds(scores_GD, torch.tensor([2.0, 0.5]))
-    expected = [[0, 4 / 16, 7 / 16], [0, 2 / 3, 4 / 3]]
+    expected = [[0, 4 / 16, 7 / 16], [math.inf] * 3]
     torch.testing.assert_close(thresholds_GD, torch.tensor(expected, dtype=torch.float64))
-    assert coverage_thresholds(scores_GD, torch.tensor([1.0, 0.0]))[1].tolist() == [float("inf")] * 3
+    last_of_all = coverage_thresholds(scores_GD, torch.tensor([0.0, 1.0]))[0]
+    assert bool(last_of_all.isfinite().all())
+    assert float(last_of_all.min()) > 1e300
+
+
+def test_channels_with_score_zero_need_no_budget() -> None:
+    """An alpha that covers a group needs its positive scores only, however important the group is."""
+    scores_LEI = torch.ones(2, 8, 64, dtype=torch.float64)
+    scores_LEI[0, 4:] = 0
+    layers_LD = scores_LEI.flatten(1)
+    assert solve_coverage(layers_LD, torch.tensor([3.0, 1.0]), 512).tolist() == [256, 256]
+    assert solve_coverage(scores_LEI[0], torch.ones(8), 256).tolist() == [64] * 4 + [0] * 4
+    # what is left over is shared evenly
+    assert solve_coverage(layers_LD, torch.tensor([3.0, 1.0]), 800).tolist() == [288, 512]
+
+
+def test_a_group_without_scores_needs_no_budget() -> None:
+    scores_GD, _ = random_problem(3, 4, 256)
+    scores_GD[3] = 0
+    counts_G = solve_coverage(scores_GD, torch.ones(4), 512)
+    assert counts_G[3] == 0
+    assert counts_G[:3].tolist() == solve_coverage(scores_GD[:3], torch.ones(3), 512).tolist()
 
 
 @given(seed=seeds, budget=st.integers(0, 24))

@@ -57,9 +57,9 @@ def test_global_top_channels_keep_the_best_channels_of_the_model(seed: int, spar
 @given(st.integers(0, 1000), st.floats(0, 0.99))
 def test_global_coverage_is_coverage_over_all_experts(seed: int, sparsity: float):
     scores = scores_of(seed)
-    plan = plan_widths(scores, coverage(sparsity, scope="global", smoothing="none"), "second_order")
+    plan = plan_widths(scores, coverage(sparsity, scope="global"), "second_order")
     budget = int(plan.widths_LE.sum())
-    flat_D = solve_coverage(scores.channels_LEI.flatten(0, 1), scores.second_order_LE.flatten(), budget)
+    flat_D = solve_coverage(scores.channels_LEI.flatten(0, 1), scores.second_order_LE.sqrt().flatten(), budget)
     assert torch.equal(plan.widths_LE.flatten(), flat_D)
 
 
@@ -74,14 +74,14 @@ def test_global_scope_does_not_need_the_loss_of_layers():
 def test_prior_is_the_given_expert_importance(importance: str):
     field = f"{importance}_LE"
     measured = {field: torch.rand(L, E, dtype=torch.float64)}
-    options = coverage(0.5, scope="global", smoothing="none")
+    options = coverage(0.5, scope="global")
     plan = plan_widths(replace(scores_of(0), **measured), options, importance)
-    assert torch.equal(plan.expert_prior_LE, measured[field])
+    assert torch.equal(plan.expert_prior_LE, measured[field].sqrt())
 
 
 def test_negative_importance_is_treated_as_zero():
     signed_LE = torch.linspace(-1, 1, L * E, dtype=torch.float64).reshape(L, E)
-    options = coverage(0.75, scope="global", smoothing="none")
+    options = coverage(0.75, scope="global")
     plan = plan_widths(scores_of(0, nll_signed_LE=signed_LE), options, "nll_signed")
     assert not plan.widths_LE[signed_LE < 0].any()
 

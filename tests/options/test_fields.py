@@ -33,6 +33,7 @@ REQUIRED: dict[type[Options], dict[str, Any]] = {CoverageOptions: {"sparsity": 0
 NEEDED: dict[str, dict[str, str]] = {
     "inter_layer": {"scope": "layers"},
     "layer_prior": {"scope": "layers"},
+    "smoothing": {"scope": "layers"},
     "expert_prior": {"intra_layer": "coverage"},
     "rule": {"strategy": "hamilton"},
 }
