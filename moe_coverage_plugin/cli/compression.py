@@ -25,7 +25,7 @@ from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-from moe_coverage_plugin.recovery.text import IDS, pack
+from moe_coverage_plugin.calibration.text import IDS, pack
 
 LONGEST = 2048
 OFFLOAD = "auto_offload"

@@ -26,6 +26,7 @@ from moe_coverage_plugin.options.pruning import (
     check_min_width,
 )
 from moe_coverage_plugin.options.recovery import RecoveryOptions
+from moe_coverage_plugin.options.sampling import SamplingOptions
 
 __all__ = [
     "GRADIENT_METRICS",
@@ -45,6 +46,7 @@ __all__ = [
     "Options",
     "RecoveryOptions",
     "RemainderRule",
+    "SamplingOptions",
     "Scope",
     "Smoothing",
     "check_min_width",

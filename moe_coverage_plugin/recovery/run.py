@@ -25,7 +25,7 @@ from moe_coverage_plugin.recovery.record import Recovered, record_training
 from moe_coverage_plugin.recovery.source import Source, nf4_config, read_source
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.teacher import open_teacher
-from moe_coverage_plugin.recovery.text import Text
+from moe_coverage_plugin.calibration.text import Text
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
 
 

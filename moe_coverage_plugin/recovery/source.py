@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerB
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CoverageError, read_json
 from moe_coverage_plugin.options import RecoveryOptions
-from moe_coverage_plugin.recovery.text import Text, Windows, pack, split
+from moe_coverage_plugin.calibration.text import Text, Windows, pack, split
 
 # matches from the beginning of the name of any module except projections of experts
 NO_EXPERT = r"(?!.*\.experts\.\d+\.)"

@@ -21,7 +21,7 @@ from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from moe_coverage_plugin.recovery import RecoveryOptions, run
 from moe_coverage_plugin.recovery.curve import CURVE_NAME, PICTURE_NAME
 from moe_coverage_plugin.recovery.ranks import Ranks
-from moe_coverage_plugin.recovery.text import pack
+from moe_coverage_plugin.calibration.text import pack
 from moe_coverage_plugin.recovery.training import held_out_loss
 from tests.checkpoint.runs import SPARSITY, W4, aligned, config_json, logits, prune, source, tensors
 from tests.recovery.cycles import FAST, LENGTH, cycles

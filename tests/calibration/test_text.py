@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from moe_coverage_plugin import CoverageError
-from moe_coverage_plugin.recovery.text import pack, split
+from moe_coverage_plugin.calibration.text import pack, split
 from moe_coverage_plugin.recovery.training import Order
 from tests.tiny import add_tokenizer
 

@@ -1,0 +1,43 @@
+"""Text that a model writes itself as a data set for ``oneshot``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from datasets import Dataset, DatasetInfo
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from moe_coverage_plugin.calibration.text import IDS, pack
+from moe_coverage_plugin.options import SamplingOptions
+from moe_coverage_plugin.sampling.run import sample
+from moe_coverage_plugin.sampling.transformers_engine import TransformersEngine
+
+
+def sample_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Dataset:
+    """Let a model write its own calibration text.
+
+    The documents are drawn token by token from the model, from the start token on, or through the chat template with
+    both turns, and packed into windows::
+
+        oneshot(model=model, dataset=sample_text(model, samples=512, length=2048), recipe=..., output_dir="out")
+
+    Args:
+        model: with linear experts, as ``oneshot`` prepares it or
+            ``llmcompressor.modeling.moe.linearize.load_quantizable_moe`` opens it.
+        tokenizer: of the model; by default, the one beside its weights.
+        options: fields of :class:`~moe_coverage_plugin.options.SamplingOptions` except ``engine``.
+
+    Returns:
+        Windows of ``input_ids``; the provenance is in the ``description`` of their ``info``, as JSON.
+
+    Raises:
+        CoverageError: see :func:`~moe_coverage_plugin.sampling.run.sample`.
+    """
+    chosen = SamplingOptions(**options)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+    engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
+    sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path)
+    length = sampled.provenance["length"]
+    ids_WS = pack(Dataset.from_dict({IDS: sampled.documents}), None, IDS, length).ids_WS[: chosen.samples]
+    return Dataset.from_dict({IDS: ids_WS.tolist()}, info=DatasetInfo(description=json.dumps(sampled.provenance)))
