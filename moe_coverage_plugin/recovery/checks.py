@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.text import Text, check_files
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.nf4 import check_config
 from moe_coverage_plugin.options import RecoveryOptions
 from moe_coverage_plugin.recovery.source import is_quantized, nf4_config
 from moe_coverage_plugin.recovery.teacher import check_teacher
-from moe_coverage_plugin.calibration.text import Text, check_files
 
 
 def check_arguments(

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.provenance import routers_hash
+from moe_coverage_plugin.calibration.text import Text
 from moe_coverage_plugin.checkpoint.loading import load
 from moe_coverage_plugin.checkpoint.staging import check_output
 from moe_coverage_plugin.files.atomic import check_place
@@ -25,7 +26,6 @@ from moe_coverage_plugin.recovery.record import Recovered, record_training
 from moe_coverage_plugin.recovery.source import Source, nf4_config, read_source
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from moe_coverage_plugin.recovery.teacher import open_teacher
-from moe_coverage_plugin.calibration.text import Text
 from moe_coverage_plugin.recovery.training import Training, held_out_loss
 
 

@@ -9,10 +9,10 @@ import torch
 from loguru import logger
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
 
+from moe_coverage_plugin.calibration.text import Text, Windows, pack, split
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
 from moe_coverage_plugin.manifest import CoverageError, read_json
 from moe_coverage_plugin.options import RecoveryOptions
-from moe_coverage_plugin.calibration.text import Text, Windows, pack, split
 
 # matches from the beginning of the name of any module except projections of experts
 NO_EXPERT = r"(?!.*\.experts\.\d+\.)"

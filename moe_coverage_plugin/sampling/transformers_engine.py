@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import computes_as_toolkit, grouped_experts
@@ -52,11 +52,12 @@ class TransformersEngine:
         pad = min(stops, default=0)
         ids_BS = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask_BS = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        model, began = self._model, bar.n
+        model: Any = self._model
+        began = bar.n
         # one of its own: generate fills what a config leaves open from that of the model, such as top_k
         own, model.generation_config = model.generation_config, GenerationConfig()
         try:
-            out_BS: Any = model.generate(
+            out_BS = model.generate(
                 ids_BS.to(model.device),
                 attention_mask=mask_BS.to(model.device),
                 generation_config=GenerationConfig(
@@ -84,7 +85,7 @@ class _Progress(StoppingCriteria):
     def __init__(self, bar: Any, documents: int):
         self._bar, self._documents = bar, documents
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
         self._bar.update(self._documents)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm import SamplingParams
+from vllm import SamplingParams  # pyright: ignore[reportMissingImports]  # in an environment of its own
 
 from moe_coverage_plugin.sampling.engines import up_to_stop
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, finetune, load
+from moe_coverage_plugin.calibration.text import pack
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from moe_coverage_plugin.recovery import RecoveryOptions, run
 from moe_coverage_plugin.recovery.curve import CURVE_NAME, PICTURE_NAME
 from moe_coverage_plugin.recovery.ranks import Ranks
-from moe_coverage_plugin.calibration.text import pack
 from moe_coverage_plugin.recovery.training import held_out_loss
 from tests.checkpoint.runs import SPARSITY, W4, aligned, config_json, logits, prune, source, tensors
 from tests.recovery.cycles import FAST, LENGTH, cycles
