@@ -27,6 +27,7 @@ from llmcompressor.datasets import utils as toolkit_datasets
 from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linearize_moe
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.transformers.compression import compressed_tensors_utils as toolkit_saving
@@ -178,6 +179,12 @@ def test_saving_needs_the_source(tmp_path: Path) -> None:
 
 def test_the_recipe_is_that_of_the_session() -> None:
     assert "active_session().lifecycle.recipe" in getsource(toolkit_saving.update_and_save_recipe)
+
+
+def test_recipes_are_written_with_python_objects() -> None:
+    weights = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    assert "!!python/object/apply" in Recipe.from_modifiers([GPTQModifier(config_groups=groups)]).yaml()
 
 
 def test_linearized_models_have_no_conversions_for_saving() -> None:

@@ -29,6 +29,7 @@ from moe_coverage_plugin.checkpoint.expert_names import keep_family_names, store
 from moe_coverage_plugin.checkpoint.left_out import LEFT_OUT_KEY, find_left_out
 from moe_coverage_plugin.checkpoint.model_card import write_card
 from moe_coverage_plugin.checkpoint.origin import Origin
+from moe_coverage_plugin.checkpoint.recipe_values import write_values
 from moe_coverage_plugin.checkpoint.saved_config import write_config
 from moe_coverage_plugin.checkpoint.scheme_checks import check_rotations, check_schemes
 from moe_coverage_plugin.checkpoint.staging import check_output, staged
@@ -232,6 +233,8 @@ def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:
     # patch: recipe-of-last-run
     if active_session().state.model is not model and source.is_file():
         shutil.copyfile(source, directory / RECIPE_FILE_NAME)
+    if (directory / RECIPE_FILE_NAME).is_file():
+        write_values(directory / RECIPE_FILE_NAME)
 
 
 def _on_disk(model: torch.nn.Module) -> bool:
