@@ -54,7 +54,7 @@ def compress(arguments: Namespace, recipe: str, recipe_args: Mapping[str, Any]) 
     set_seed(arguments.seed)
     data = _data(arguments)
     options: dict[str, Any] = {"recipe_args": recipe_args} if recipe_args else {}
-    model = _open(arguments.model, arguments.device_map)
+    model = open_model(arguments.model, arguments.device_map)
     if isinstance(record := getattr(model.save_pretrained, "_record", None), PruningRecord) and not ours:
         # a pruned checkpoint is only quantized; with our modifiers in the recipe, they make this check
         check_quantizers(model, [], modifiers, record.block_size, record.layout)
@@ -133,7 +133,7 @@ def _longest(data: Dataset) -> int:
     return max((len(ids) for ids in data[IDS]), default=0)
 
 
-def _open(model: str, device_map: str | None) -> PreTrainedModel:
+def open_model(model: str, device_map: str | None) -> PreTrainedModel:
     """Open a model with its experts as linear modules, without a second copy of them in memory.
 
     Raises:
