@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         recommended_recipe,
     )
     from moe_coverage_plugin.recovery import RecoveryOptions, finetune
+    from moe_coverage_plugin.sampling.dataset import sample_text
 
 __all__ = [
     "AlignmentModifier",
@@ -37,6 +38,7 @@ __all__ = [
     "load_scores",
     "recipe_path",
     "recommended_recipe",
+    "sample_text",
     "save_scores",
 ]
 
@@ -45,6 +47,10 @@ register_modifiers()
 
 def __getattr__(name: str) -> Any:
     # imported on first use, because llm-compressor is not installed in vLLM's environment
+    if name == "sample_text":
+        from moe_coverage_plugin.sampling.dataset import sample_text
+
+        return sample_text
     if name in __all__:
         try:
             return _imported(name)

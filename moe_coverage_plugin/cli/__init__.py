@@ -22,6 +22,7 @@ USER_ERROR = 2
 # modules of the subcommands
 COMMANDS = {
     "oneshot": "oneshot",
+    "sample": "sample",
     "finetune": "finetune",
     "plan": "plan",
     "inspect": "inspection",

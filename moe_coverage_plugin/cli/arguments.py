@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_coverage_plugin.cli.evaluation import EVAL, EVAL_EXAMPLES, add_eval
 from moe_coverage_plugin.cli.finetune import FINETUNE, FINETUNE_EXAMPLES, add_finetune
+from moe_coverage_plugin.cli.sample import SAMPLE, SAMPLE_EXAMPLES, add_sample
 
 DESCRIPTION = """\
 Makes mixture-of-experts models smaller: removes channels inside experts, a different number in each, and lets
@@ -16,6 +17,7 @@ llm-compressor quantize the rest. vLLM serves the result if this package is inst
 WHICH_WHEN = """\
 which command when:
   oneshot    you have a model and some text, and want a smaller model
+  sample     you have a model and no text, or text of other kinds than the model was trained on
   finetune   you have a pruned checkpoint, more text and a GPU, and want to reduce its loss
   plan       you have a score file (every checkpoint has one) and want to try another sparsity or block size
   inspect    you have a checkpoint, and want to see its widths and the numbers of GPUs that can serve it
@@ -111,6 +113,7 @@ def build_parser(run: Mapping[str, Run]) -> ArgumentParser:
     commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True, parser_class=Command)
     for name, summary, description, examples, add_options in (
         ("oneshot", "prune and quantize a model by a recipe", ONESHOT, ONESHOT_EXAMPLES, _add_oneshot),
+        ("sample", "let a model write its own calibration text", SAMPLE, SAMPLE_EXAMPLES, add_sample),
         ("finetune", "reduce the loss of a pruned checkpoint", FINETUNE, FINETUNE_EXAMPLES, add_finetune),
         ("plan", "show what a plan would keep, from measured scores", PLAN, PLAN_EXAMPLES, _add_plan),
         (

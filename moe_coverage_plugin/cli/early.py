@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
+from moe_coverage_plugin.cli.environment import check_toolkit
 from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.files.model_path import check_directory
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest
@@ -35,6 +37,19 @@ def check_oneshot(arguments: Namespace) -> None:
             )
         if not path.is_dir():
             check_file(path, "--data")
+
+
+def check_sample(arguments: Namespace) -> None:
+    """Check the output and the engine of ``moe-coverage sample``."""
+    output = Path(arguments.output)
+    _check_file_to_write(output)
+    if output.exists():
+        raise CoverageError(f"output {output} exists: name another file, or delete this one")
+    has_vllm, engine = find_spec("vllm") is not None, getattr(arguments, "engine", "auto")
+    if engine == "vllm" and not has_vllm:
+        raise CoverageError("--engine vllm needs vLLM, which is not installed here: use vLLM's environment")
+    if engine == "transformers" or (engine == "auto" and not has_vllm):
+        check_toolkit("sample --engine transformers")
 
 
 def check_finetune(arguments: Namespace) -> None:
@@ -90,6 +105,7 @@ def check_pareto(arguments: Namespace) -> None:
 
 CHECKS: Mapping[str, Callable[[Namespace], None]] = {
     "oneshot": check_oneshot,
+    "sample": check_sample,
     "finetune": check_finetune,
     "plan": check_plan,
     "inspect": check_inspect,
@@ -126,7 +142,7 @@ def _check_directory_to_write(name: str) -> None:
     check_place(path)
 
 
-def _check_file_to_write(name: str) -> None:
+def _check_file_to_write(name: str | Path) -> None:
     path = Path(name)
     if path.is_dir():
         raise CoverageError(f"{path} cannot be written (it is a directory): name a file in it")

@@ -7,10 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_coverage_plugin.cli.environment import check_toolkit
-from moe_coverage_plugin.cli.model_path import check_model
-from moe_coverage_plugin.files.atomic import check_place
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.files.model_path import check_model
 
 SAMPLE = """\
 Let a model write its own calibration text, for oneshot --data.
@@ -49,15 +46,6 @@ def run(arguments: Namespace) -> None:
     from moe_coverage_plugin.options import SamplingOptions
 
     options = from_flags(SamplingOptions, arguments)
-    output = Path(arguments.output)
-    if output.exists():
-        raise CoverageError(f"output {output} exists already: name another file, or delete this one")
-    check_place(output)
-    by_vllm = options.engine == "vllm" or (options.engine == "auto" and find_spec("vllm") is not None)
-    if not by_vllm:
-        check_toolkit("sample --engine transformers")
-    elif find_spec("vllm") is None:
-        raise CoverageError("--engine vllm needs vLLM, which is not installed here: leave --engine out")
     check_model(arguments.model)
 
     # after the checks, because torch takes seconds to import
@@ -67,15 +55,16 @@ def run(arguments: Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     config = AutoConfig.from_pretrained(arguments.model)
+    by_vllm = options.engine == "vllm" or (options.engine == "auto" and find_spec("vllm") is not None)
     engine = _vllm_engine(arguments.model, options) if by_vllm else _transformers_engine(arguments.model, options)
     sampled = sample(engine, tokenizer, config, options, arguments.model)
-    sampled.write(output)
+    sampled.write(Path(arguments.output))
     left_out = sampled.provenance["left_out"]
     print(
-        f"Wrote {output}: {len(sampled.documents)} documents, {sampled.tokens} tokens; left out "
+        f"Wrote {arguments.output}: {len(sampled.documents)} documents, {sampled.tokens} tokens; left out "
         f"{left_out['loops']} that end in loops and {left_out['duplicates']} that repeat others"
     )
-    print(f"  moe-coverage oneshot {arguments.model} --recipe fisher_p25_q4 --data {output} --output out")
+    print(f"  moe-coverage oneshot {arguments.model} --recipe fisher_p25_q4 --data {arguments.output} --output out")
 
 
 def _vllm_engine(model: str, options: Any) -> Any:

@@ -25,6 +25,7 @@ from moe_coverage_plugin import (
     CoverageModifier,
     Manifest,
 )
+from moe_coverage_plugin.cli import COMMANDS
 from moe_coverage_plugin.cli.arguments import build_parser
 from moe_coverage_plugin.cli.option_flags import add_flags
 from moe_coverage_plugin.cli.plan import PlanOptions, make_plan
@@ -165,7 +166,7 @@ def test_files_that_cannot_be_written_are_refused(refusal: Any, scores: Path, tm
 
 def test_flags_are_the_fields() -> None:
     """Every field of the options is a flag, and what a flag is not given for has the default of its field."""
-    parser = build_parser(dict.fromkeys(("oneshot", "finetune", "plan", "inspect", "eval", "pareto")))
+    parser = build_parser(dict.fromkeys(COMMANDS))
     given = vars(parser.parse_args(["plan", "scores", "--sparsity", "0.5", "--block-size", "64"]))
     assert {name: given[name] for name in ("sparsity", "block_size")} == {"sparsity": 0.5, "block_size": 64}
     assert given.keys() == {"scores", "sparsity", "block_size", "json", "pictures", "run"}
