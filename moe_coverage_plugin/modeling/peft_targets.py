@@ -63,7 +63,7 @@ def keep_linear_targets(conversions: ModuleType) -> None:
 
 def _load_adapters_unchanged() -> None:
     """Do the same for ``model.load_adapter`` of transformers, which takes the conversions of the model's weights."""
-    get_mapping = adapter_methods.get_model_conversion_mapping
+    get_mapping = adapter_methods.get_model_conversion_mapping  # pyright: ignore[reportPrivateImportUsage] - replaced
 
     @wraps(get_mapping)
     def get_mapping_of_fused(model: Any, *args: Any, **kwargs: Any) -> Any:

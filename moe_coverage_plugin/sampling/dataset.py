@@ -37,7 +37,7 @@ def sample_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     chosen = SamplingOptions(**options)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
     engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
-    sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path)
+    sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path or "")
     length = sampled.provenance["length"]
     ids_WS = pack(Dataset.from_dict({IDS: sampled.documents}), None, IDS, length).ids_WS[: chosen.samples]
     return Dataset.from_dict({IDS: ids_WS.tolist()}, info=DatasetInfo(description=json.dumps(sampled.provenance)))

@@ -28,7 +28,9 @@ def serving(*arguments: object, program: str = SERVING, cwd: Path | None = None)
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
-@pytest.mark.parametrize("command", [[], ["oneshot"], ["sample"], ["finetune"], ["plan"], ["inspect"], ["eval"], ["pareto"]])
+@pytest.mark.parametrize(
+    "command", [[], ["oneshot"], ["sample"], ["finetune"], ["plan"], ["inspect"], ["eval"], ["pareto"]]
+)
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     done = serving(*command, "--help")
     assert done.returncode == 0

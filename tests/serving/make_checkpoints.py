@@ -40,8 +40,8 @@ Modifiers = dict[str, dict[str, Any]]
 class Spec:
     """How to make a checkpoint: a recipe of the package on a tiny model, with fields of both changed.
 
-    ``before`` are modifiers of llm-compressor that run before the recipe. ``adapter`` are options of adapters of peft, on
-    experts and attention, that are merged into the checkpoint.
+    ``before`` are modifiers of llm-compressor that run before the recipe. ``adapter`` are options of adapters of peft,
+    on experts and attention, that are merged into the checkpoint.
     """
 
     recipe: str
