@@ -46,7 +46,7 @@ def write_values(recipe: Path) -> None:
     if "!!python/" not in text:
         return
     # patch: recipe-objects
-    content = yaml.load(text, _Values)
+    content = _Values(text).get_single_data()
     recipe.write_text(
         yaml.safe_dump(
             _without_unset(content), allow_unicode=True, sort_keys=False, default_flow_style=None, width=88

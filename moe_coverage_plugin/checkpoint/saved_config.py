@@ -23,6 +23,8 @@ QUANTIZATION_KEY = "quantization_config"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 # describe a file or an object, not the model, or are set below
 IGNORED = {QUANTIZATION_KEY, CONFIG_KEY, "transformers_version", *DTYPE_KEYS}
+# a choice of the process; the mark of causal_mask.py is under this name, too
+RUNTIME = {"attn_implementation"}
 # spellings of earlier releases of transformers that would contradict a changed field
 FORMER = {"rope_parameters": ("rope_theta", "rope_scaling")}
 _MISSING = object()
@@ -42,6 +44,9 @@ def write_config(model: PreTrainedModel, directory: Path) -> None:
     path = directory / CONFIG_NAME
     written = json.loads(path.read_text())
     quantization = written.pop(QUANTIZATION_KEY, None)
+    for part in (written, written.get("text_config") or {}):
+        for key in RUNTIME:
+            part.pop(key, None)
     config = without_mtp(_in_the_spelling_of_the_source(model, written) or written)
     config.pop(CONFIG_KEY, None)
     _set_dtype(config, _name(stored_dtype(model)))
@@ -114,7 +119,7 @@ def _merge(text: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str,
     result = dict(text)
     for key in before.keys() | now.keys():
         old, new = before.get(key, _MISSING), now.get(key, _MISSING)
-        if key in IGNORED or key == "architectures" or str(key).startswith("_") or new == old:
+        if key in IGNORED | RUNTIME or key == "architectures" or str(key).startswith("_") or new == old:
             continue
         for former in FORMER.get(key, ()):
             result.pop(former, None)
@@ -133,7 +138,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _comparable(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in IGNORED and key != "architectures" and not str(key).startswith("_")
+        if key not in IGNORED | RUNTIME and key != "architectures" and not str(key).startswith("_")
     }
 
 

@@ -53,8 +53,8 @@ def run(arguments: Namespace) -> None:
 
     from moe_coverage_plugin.sampling.run import sample
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    config = AutoConfig.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
     by_vllm = options.engine == "vllm" or (options.engine == "auto" and find_spec("vllm") is not None)
     engine = _vllm_engine(arguments.model, options) if by_vllm else _transformers_engine(arguments.model, options)
     sampled = sample(engine, tokenizer, config, options, arguments.model)

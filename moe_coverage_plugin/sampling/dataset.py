@@ -35,7 +35,7 @@ def sample_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         CoverageError: see :func:`~moe_coverage_plugin.sampling.run.sample`.
     """
     chosen = SamplingOptions(**options)
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
     engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
     sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path or "")
     length = sampled.provenance["length"]

@@ -182,6 +182,8 @@ OPENED = {
         "AutoModelForCausalLM.from_pretrained": True,
         "AutoTokenizer.from_pretrained": True,
     },
+    "cli/sample.py": {"AutoConfig.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
+    "sampling/dataset.py": {"AutoTokenizer.from_pretrained": True},
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     "recovery/source.py": {"AutoTokenizer.from_pretrained": True},
     "recovery/teacher.py": {"AutoModelForCausalLM.from_pretrained": True},

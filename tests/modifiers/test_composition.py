@@ -62,7 +62,7 @@ def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> Pr
 
 def recorded(output: Path) -> dict[str, dict[str, Any]]:
     """Modifier name -> options, over all stages of the written recipe."""
-    stages = yaml.unsafe_load((output / "recipe.yaml").read_text())  # the toolkit writes GPTQ's enum as a Python tag
+    stages = yaml.safe_load((output / "recipe.yaml").read_text())
     groups = [group for stage in stages.values() for group in stage.values()]
     return {name: options for group in groups for name, options in group.items()}
 
