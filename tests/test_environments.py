@@ -11,6 +11,8 @@ from packaging.utils import canonicalize_name
 from requirements.lock import FOLDER, LOCKS, TORCH, read_pins, read_roots
 from tests.environments import exceptions, problems
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -62,6 +62,7 @@ def test_missing_texts_and_unknown_models_are_errors(tmp_path):
         paper_protocol.main(["--work", str(tmp_path), "--model", "qwen9", "--dry-run"])
 
 
+@pytest.mark.slow
 def test_a_row_of_a_tiny_model(model_path, tmp_path, capsys, monkeypatch):
     """A row is pruned and measured; when it is run again, neither is repeated."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -28,6 +28,7 @@ def test_unknown_options_and_those_that_the_benchmark_sets_are_errors():
         run_options(Namespace(seed=0, option={"batchsize": 3}), 8)
 
 
+@pytest.mark.slow
 def test_complete_run(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run writes a record; ``--epochs 2`` limits the steps, although the time would allow more."""
     output = tmp_path / "recovery.json"

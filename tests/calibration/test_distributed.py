@@ -13,6 +13,8 @@ from moe_coverage_plugin.calibration.distributed import sum_over_ranks
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.manifest import CoverageError
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 
 

@@ -160,6 +160,7 @@ def rank_of_two(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_the_scores_of_one(tmp_path: Path):
     source = save_float64(tmp_path / "model", "qwen3_moe")
     # ranks are forked from a process that has imported the toolkit, so that it is imported only once

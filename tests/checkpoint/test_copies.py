@@ -15,6 +15,8 @@ from moe_coverage_plugin.checkpoint.saving import record_of
 from tests.checkpoint.runs import logits, prune, source, tensors
 from tests.tiny import save_model
 
+pytestmark = pytest.mark.slow
+
 HEAD = "lm_head.weight"
 
 

@@ -26,6 +26,8 @@ from moe_coverage_plugin.modeling.slicing import remove_expert
 from tests.checkpoint.runs import SPARSITY, W4, aligned, logits, prompt, prune, source, tensors
 from tests.tiny import CONFIGS, LISTED, add_tokenizer, save_model, seeing_config
 
+pytestmark = pytest.mark.slow
+
 # names of an expert's projections in published checkpoints; other families: gate_proj, up_proj, down_proj
 FAMILY_NAMES = {"mixtral": {"w1", "w2", "w3"}, "minimax_m2": {"w1", "w2", "w3"}}
 FAMILIES = tuple(CONFIGS)

@@ -17,6 +17,8 @@ from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from tests.checkpoint.first_release import FIRST_SCORES_NAME, as_first_release
 from tests.checkpoint.runs import config_json, logits, prune, source, tensors
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def present(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -30,6 +30,8 @@ from tests import paper_method
 from tests.checkpoint.runs import BLOCK, SPARSITY, W4, config_json, logits, prune, source, tensors
 from tests.tiny import token_batches
 
+pytestmark = pytest.mark.slow
+
 # families whose checkpoints store experts one by one
 FAMILIES = (
     "qwen3_moe",

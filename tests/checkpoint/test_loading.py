@@ -16,6 +16,8 @@ from moe_coverage_plugin.manifest import REPORT_NAME, checksum
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.checkpoint.runs import FP8, W4, aligned, config_json, logits, prompt, prune, source, tensors
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):

@@ -16,6 +16,8 @@ from moe_coverage_plugin.files.mtp import is_mtp_name, mtp_layers
 from moe_coverage_plugin.manifest import REPORT_NAME, Manifest
 from tests.checkpoint.runs import config_json, logits, prune, source, tensors
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, WIDTH, HIDDEN = 8, 128, 128
 FAMILIES = {
     # family: the field of the config, where its layer is

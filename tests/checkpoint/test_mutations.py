@@ -13,6 +13,8 @@ from moe_coverage_plugin.cli import main
 from tests.checkpoint.bases import make_base
 from tests.mutations import ALL, Mutation, cases, mutated
 
+pytestmark = pytest.mark.slow
+
 CASES = list(cases())
 LIMIT_S = 2.0
 

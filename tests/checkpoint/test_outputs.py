@@ -18,6 +18,8 @@ from moe_coverage_plugin.checkpoint.staging import check_output
 from tests.checkpoint.runs import config_json, logits, prune, source, tensors
 from tests.tiny import save_model, token_batches
 
+pytestmark = pytest.mark.slow
+
 HEAD = "lm_head.weight"
 # what users, trainers, git and the hub's client leave in directories, and no engine opens as weights
 FOREIGN = {

@@ -34,6 +34,8 @@ from tests.checkpoint.runs import config_json, prune, source, tensors
 from tests.checkpoint.test_mtp import with_mtp
 from tests.tiny import LISTED, VOCAB, add_tokenizer, diversify, save_model, seeing_config
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe text", "deepseek_v3", "qwen3_next")
 PLACES = ("everywhere", "text_config", "torch_dtype", "nowhere")
 # of the object or the file, not of the model

@@ -24,6 +24,8 @@ from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
 from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
 
+pytestmark = pytest.mark.slow
+
 MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bias")
 
 

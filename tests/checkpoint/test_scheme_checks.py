@@ -18,6 +18,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modifiers.harness import W4_GROUP_64, compress, pruning, refusal, save_tiny
 from tests.tiny import GROUP_LIMITED, add_tokenizer, token_batches
 
+pytestmark = pytest.mark.slow
+
 W4 = W4_GROUP_64["config_groups"]["group_0"]
 W8 = W4 | {"weights": W4["weights"] | {"num_bits": 8}}
 GROUP_32 = W4 | {"weights": W4["weights"] | {"group_size": 32}}

@@ -21,6 +21,8 @@ from moe_coverage_plugin.manifest import SCORES_NAME
 from tests.modifiers import harness
 from tests.tiny import add_tokenizer, save_model
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = 16
 TEXT = " ".join(f"w{(7 * number) % 40 + 20}" for number in range(3 * SEQUENCE * 8))
 

@@ -13,6 +13,8 @@ import pytest
 
 from moe_coverage_plugin.manifest import SCORES_NAME
 
+pytestmark = pytest.mark.slow
+
 # not installed in vLLM's environment
 BLOCKED = ("llmcompressor", "compressed_tensors", "transformers", "accelerate", "matplotlib", "jinja2", "tabulate")
 SERVING = f"""

@@ -161,6 +161,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
 
 
+@pytest.mark.slow
 def test_command(checked: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     assert checked.returncode == 1
     assert "vllm 9.9" in checked.stdout

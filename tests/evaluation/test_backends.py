@@ -13,6 +13,8 @@ from moe_coverage_plugin import load
 from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask, evaluate
 from tests.evaluation.questions import QUIZ, TEXT
 
+pytestmark = pytest.mark.slow
+
 
 def opened(path, name):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if name == "original" else load(path)

@@ -18,6 +18,8 @@ from moe_coverage_plugin.evaluation.tasks import Tasks
 from moe_coverage_plugin.options import EvaluationOptions
 from tests.evaluation.questions import QUIZ, TEXT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def error_of(capsys, monkeypatch, tmp_path):

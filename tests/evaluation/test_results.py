@@ -12,6 +12,8 @@ from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.evaluation import EvaluationOptions, LocalTask, Results, backends, evaluate, run
 from tests.evaluation.questions import QUIZ, TEXT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def quiz(lines):

@@ -10,6 +10,8 @@ import pytest
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.evaluation import backends, evaluate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("name", "reason"),

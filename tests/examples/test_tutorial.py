@@ -14,6 +14,8 @@ from safetensors import safe_open
 
 from moe_coverage_plugin import Manifest, load_scores
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -21,6 +21,8 @@ from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
 from tests.checkpoint.runs import aligned, logits, source
 
+pytestmark = pytest.mark.slow
+
 SEED, MOMENTS = 20, 20
 STRATA = ("scoring", "planning", "saving")
 OUTPUT, SCORES = "out", "kept.safetensors"

@@ -14,6 +14,8 @@ from moe_coverage_plugin import CoverageError, load
 from moe_coverage_plugin.checkpoint.staging import check_output, staged
 from moe_coverage_plugin.files.atomic import in_use, remove_leftovers, write_atomically
 
+pytestmark = pytest.mark.slow
+
 WRITER = """
 import sys
 from pathlib import Path

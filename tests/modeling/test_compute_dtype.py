@@ -28,6 +28,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modeling.traced import hidden_states, subgraphs
 from tests.tiny import CONFIGS, LISTED, listed_model, save_model, seeing_config
 
+pytestmark = pytest.mark.slow
+
 AVX2 = {"architecture": "x86_64", "cpu_name": "EPYC", "avx2": True, "avx512_bf16": False, "amx_bf16": False}
 VISION = "qwen3_vl_moe"
 

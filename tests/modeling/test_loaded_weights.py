@@ -24,6 +24,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modifiers.harness import open_linear, pruning, refusal
 from tests.tiny import CONFIGS, add_tokenizer, save_model, seeing_config, token_batches
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, Tensor]
 
 

@@ -19,6 +19,8 @@ from moe_coverage_plugin import Manifest, recommended_recipe
 from tests.checkpoint.runs import source, tensors
 from tests.tiny import add_tokenizer, token_batches
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # in a process of its own, because a peak only rises; writing 5 to clear_refs resets it on Linux

@@ -15,6 +15,8 @@ from tests.checkpoint.runs import linear_model
 from tests.modeling.traced import hidden_states, subgraphs
 from tests.tiny import save_model
 
+pytestmark = pytest.mark.slow
+
 
 def looks_ahead(model) -> bool:
     """Whether another last token changes the hidden states of the first tokens by more than rounding."""

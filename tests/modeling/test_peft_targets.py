@@ -24,6 +24,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.peft_targets import has_linear_experts
 from tests.checkpoint.runs import SPARSITY, logits, prompt, prune, source
 
+pytestmark = pytest.mark.slow
+
 TARGETS = ["gate_proj", "up_proj", "down_proj", "q_proj"]
 FAMILIES = ("qwen3_moe", "mixtral")
 # merged weights are rounded once more

@@ -22,6 +22,8 @@ from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from tests.modifiers.harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
 
+pytestmark = pytest.mark.slow
+
 COMPANIONS: dict[str, Any] = {
     "quantization": lambda: [QuantizationModifier(**W4_GROUP_64)],
     "gptq": lambda: [GPTQModifier(**W4_GROUP_64)],

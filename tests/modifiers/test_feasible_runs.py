@@ -17,6 +17,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modeling.test_router_mask import OwnRouter
 from tests.modifiers.harness import CHANNELS, TOP_K, compress, logits, open_linear, pruning, refusal, widths
 
+pytestmark = pytest.mark.slow
+
 SPARSE = [
     {"sparsity": 0.9, "block_size": 64, "inter_layer": "uniform"},
     {"sparsity": 0.9, "block_size": 64, "inter_layer": "uniform", "intra_layer": "uniform"},

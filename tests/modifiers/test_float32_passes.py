@@ -16,6 +16,8 @@ from tests.checkpoint.runs import tensors
 from tests.modifiers.harness import compress, pruning, save_tiny, widths
 from tests.modifiers.test_composition import COMPANIONS
 
+pytestmark = pytest.mark.slow
+
 AVX2 = {"architecture": "x86_64", "cpu_name": "EPYC", "avx512_bf16": False, "amx_bf16": False}
 
 

@@ -28,6 +28,8 @@ from tests.modifiers.harness import (
     widths,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def fed_back(path: Path, sparsity: float = 0.25, **attribution) -> list:
     return [AttributionModifier(scores=str(path), **attribution), *pruning(sparsity)[1:]]

@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from moe_coverage_plugin import CoverageError, load
 from tests.modifiers.harness import W4_GROUP_64, compress, flat_widths, logits, pruning, refusal, save_tiny
 
+pytestmark = pytest.mark.slow
+
 BY_TOKEN: Any = {
     "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 }

@@ -11,6 +11,8 @@ import yaml
 from moe_coverage_plugin import Manifest
 from tests.modifiers.harness import CHANNELS, EXPERTS, LAYERS, YAML, compress, pruning, widths
 
+pytestmark = pytest.mark.slow
+
 TOTAL = LAYERS * EXPERTS * CHANNELS
 AS_MAPPING = {"sparsity": 0.4, "block_size": 32, "min_width": 32, "intra_layer": "topk_channel", "layer_batches": 2}
 AS_LIST = [f"{name}={value}" for name, value in AS_MAPPING.items()]

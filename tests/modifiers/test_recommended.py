@@ -37,6 +37,8 @@ from tests.modifiers.harness import (
 )
 from tests.tiny import VOCAB, add_tokenizer, save_model, token_batches
 
+pytestmark = pytest.mark.slow
+
 W4_MEMBERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 

@@ -42,6 +42,8 @@ from tests.modifiers.harness import (
 )
 from tests.tiny import COMMON, add_tokenizer, token_batches
 
+pytestmark = pytest.mark.slow
+
 QUANTIZERS = [GPTQModifier, QuantizationModifier]
 
 

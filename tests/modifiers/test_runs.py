@@ -32,6 +32,8 @@ from tests.modifiers.harness import (
 )
 from tests.tiny import token_batches
 
+pytestmark = pytest.mark.slow
+
 REPORT = "moe_coverage_report.json"
 EXPERTS_NAME = "model.layers.{}.mlp.experts"
 

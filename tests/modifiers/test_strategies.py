@@ -32,6 +32,8 @@ from tests.modifiers.harness import (
 )
 from tests.tiny import GROUP_LIMITED, add_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOTAL = LAYERS * EXPERTS * CHANNELS
 SPARSITY = 0.15
 

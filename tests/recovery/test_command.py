@@ -12,6 +12,8 @@ from moe_coverage_plugin.cli.finetune import add_finetune
 from moe_coverage_plugin.recovery import RecoveryOptions
 from tests.recovery.cycles import FAST
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_option_has_a_flag():
     command = ArgumentParser()

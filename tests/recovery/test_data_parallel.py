@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_coverage_plugin import Manifest, finetune
 from moe_coverage_plugin.recovery import RecoveryOptions
 from tests.checkpoint.runs import tensors
 from tests.recovery.cycles import FAST
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

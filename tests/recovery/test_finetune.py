@@ -27,6 +27,8 @@ from tests.checkpoint.runs import SPARSITY, W4, aligned, config_json, logits, pr
 from tests.recovery.cycles import FAST, LENGTH, cycles
 from tests.tiny import save_model
 
+pytestmark = pytest.mark.slow
+
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
 

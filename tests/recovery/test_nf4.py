@@ -22,6 +22,8 @@ from moe_coverage_plugin.recovery.experts import grouped_experts
 from moe_coverage_plugin.recovery.source import NO_EXPERT
 from tests.checkpoint.runs import aligned, config_json, logits, prompt, tensors
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = RecoveryOptions(expert_rank=5, router_rank=3)
 
 

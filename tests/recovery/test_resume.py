@@ -21,6 +21,8 @@ from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
 from tests.checkpoint.runs import tensors
 from tests.recovery.cycles import FAST, cycles
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 SCRIPT = "import sys; from moe_coverage_plugin.cli import main; sys.exit(main())"
 

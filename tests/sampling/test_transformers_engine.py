@@ -12,6 +12,8 @@ from tests.calibration.brute_force import open_stock
 from tests.sampling.test_run import tokenizer_of
 from tests.tiny import save_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
 NOTHING: frozenset[int] = frozenset()
 
