@@ -1,5 +1,8 @@
+import copy
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,28 @@ def pytest_collection_finish() -> None:
 def _one_thread():
     # the tensors are tiny, and sums must not depend on how many threads share them, nor fixtures of modules on order
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _conversions_of_modules():
+    yield from restored_conversions()
+
+
+@pytest.fixture(autouse=True)
+def _conversions_of_tests():
+    yield from restored_conversions()
+
+
+def restored_conversions() -> Iterator[None]:
+    """Restore what ``load_quantizable_moe()`` changes for a process: how transformers reads a family's experts."""
+    before = sys.modules.get("transformers.conversion_mapping")
+    cache = copy.copy(getattr(before, "_checkpoint_conversion_mapping_cache", None))
+    registered = set(getattr(before, "USER_REGISTERED_MAPPINGS", ()))
+    yield
+    if (module := sys.modules.get("transformers.conversion_mapping")) is not None:
+        module._checkpoint_conversion_mapping_cache = cache
+        module.USER_REGISTERED_MAPPINGS.clear()
+        module.USER_REGISTERED_MAPPINGS.update(registered)
 
 
 @pytest.fixture

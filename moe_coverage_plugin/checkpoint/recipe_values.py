@@ -13,6 +13,7 @@ TAG = "tag:yaml.org,2002:python/"
 
 # llm-compressor's mark of a field that is not set
 NOT_SET = "object/apply:llmcompressor.sentinel.Sentinel"
+_LEFT_OUT = object()
 
 
 class _Values(yaml.SafeLoader):
@@ -24,13 +25,13 @@ def _value(loader: _Values, suffix: str, node: yaml.Node) -> Any:
     if suffix == "tuple":
         return arguments
     if suffix == NOT_SET:
-        return None
+        return _LEFT_OUT
     # an enumeration is called with the value of the member
     if suffix.startswith("object/apply:") and len(arguments) == 1:
         return arguments[0]
     # an error would come after hours of work
     logger.warning(f"Left out of recipe.yaml: the Python object {suffix}, which llm-compressor cannot read")
-    return None
+    return _LEFT_OUT
 
 
 _Values.add_multi_constructor(TAG, _value)
@@ -56,7 +57,7 @@ def write_values(recipe: Path) -> None:
 
 
 def _without_unset(content: Any) -> Any:
-    """Leave out fields without a value, as llm-compressor does."""
+    """Leave out fields that are not set, as llm-compressor does."""
     if isinstance(content, dict):
-        return {key: _without_unset(value) for key, value in content.items() if value is not None}
+        return {key: _without_unset(value) for key, value in content.items() if value is not _LEFT_OUT}
     return [_without_unset(value) for value in content] if isinstance(content, list) else content

@@ -35,7 +35,9 @@ def text_turns(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> 
     Raises:
         CoverageError: there is neither.
     """
-    candidates = (tokenizer.bos_token_id, config.get_text_config().bos_token_id, *sorted(_ends(tokenizer, config)))
+    # transformers makes these attributes at run time, and not every family has them
+    starts = (getattr(each, "bos_token_id", None) for each in (tokenizer, config.get_text_config()))
+    candidates = (*starts, *sorted(_ends(tokenizer, config)))
     start = next((token for token in candidates if isinstance(token, int)), None)
     if start is None:
         raise CoverageError(
@@ -76,6 +78,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _ends(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> frozenset[int]:
     """Tokens that end a document, of the tokenizer and of the config, which can list several."""
-    ends: Any = config.get_text_config().eos_token_id
+    ends: Any = getattr(config.get_text_config(), "eos_token_id", None)
     several = ends if isinstance(ends, Collection) else [ends]
-    return frozenset(token for token in (*several, tokenizer.eos_token_id) if isinstance(token, int))
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(token for token in (*several, own) if isinstance(token, int))

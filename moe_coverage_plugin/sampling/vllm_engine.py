@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
-
-from vllm import SamplingParams  # pyright: ignore[reportMissingImports]  # in an environment of its own
 
 from moe_coverage_plugin.sampling.engines import up_to_stop
 
@@ -24,8 +23,10 @@ class VllmEngine:
 
     def __call__(self, prompts: Sequence[list[int]], stops: frozenset[int], length: int, seed: int) -> list[list[int]]:
         """Draw (see :class:`Engine`); vLLM shows its own progress bar."""
+        # vLLM is not installed where models are compressed
+        sampling_params = import_module("vllm").SamplingParams
         params = [
-            SamplingParams(
+            sampling_params(
                 temperature=self._temperature,
                 max_tokens=length - len(prompt),
                 stop_token_ids=sorted(stops),

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from benchmarks import paper_protocol
+from moe_coverage_plugin.cli import COMMANDS
 from moe_coverage_plugin.cli.arguments import build_parser
 from moe_coverage_plugin.recipe_files import recipe_path
 
@@ -18,7 +19,7 @@ CALIBRATION = ("--calibration", "c4=c4.txt", "gsm8k=gsm8k.txt", "code=code.txt")
 def printed(capsys, *arguments):
     """Parse the commands of a dry run with the parser of ``moe-coverage``."""
     assert paper_protocol.main([*map(str, arguments), "--dry-run"]) == 0
-    script = build_parser(dict.fromkeys(("oneshot", "finetune", "plan", "inspect", "eval", "pareto")))
+    script = build_parser(dict.fromkeys(COMMANDS))
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     commands = [shlex.split(line) for line in lines]
     assert all(command[:3] == [sys.executable, "-m", "moe_coverage_plugin.cli"] for command in commands)

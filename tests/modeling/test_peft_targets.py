@@ -258,7 +258,15 @@ def test_adapters_that_are_not_merged_stop(checkpoint, tmp_path, options, work):
         model = load(path)
     else:
         model = linearize_moe(AutoModelForCausalLM.from_pretrained(path.with_name(f"{path.name}_source")))
-    model.add_adapter(LoraConfig(r=2, **options))
+    model = get_peft_model(model, LoraConfig(r=2, **options)).base_model.model
     with pytest.raises(CoverageError, match=r"adapters on \d+ layers .*merge_and_unload"):
         model.save_pretrained(tmp_path / "out") if work == "save" else prune(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_that_transformers_added_is_saved_alone(checkpoint, tmp_path):
+    model = load(checkpoint("qwen3_moe"))
+    model.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
+    model.save_pretrained(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (tmp_path / "out" / "config.json").exists()

@@ -51,7 +51,8 @@ def test_recipe_runs_and_reopens(first: Run, request: pytest.FixtureRequest):
     kept, block = sum(map(sum, widths(first.model))), options.get("AlignmentModifier", {}).get("block_size", 1)
     assert kept == budget if block == 1 else 0.8 * budget < kept <= budget
     assert Manifest.from_checkpoint(first.output).block_size == block
-    assert torch.equal(logits(load(first.output)), logits(first.model))
+    # weights that are mapped from a file are aligned otherwise in memory, and so are summed in another order
+    torch.testing.assert_close(logits(load(first.output)), logits(first.model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
