@@ -160,7 +160,7 @@ def test_quantized_later_equals_quantized_at_once(ragged, w4a16, tmp_path):
         (["lm_head"], r"shared_expert_gate is quantized, which decides routing: .*ignore"),
         (
             ["re:.*shared_expert_gate$", r"re:.*experts\.3\.up_proj$"],
-            r"gate_proj with weights in 4 bits .* engines fuse gate_proj, up_proj",
+            r"in 4 bits .* engines fuse gate_proj, up_proj",
         ),
     ],
 )

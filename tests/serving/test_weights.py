@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin.files.integrity import check_checkpoint
-from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest, checksum
 from tests.serving.engine import checkpoint_path, open_engine
 
 pytestmark = pytest.mark.engine
@@ -33,8 +33,21 @@ def copied(directory: Path, name: str, without: str = "nothing") -> Path:
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.o_proj", "model.layers.2.input_layernorm"])
 def test_parameter_without_a_tensor_stops_the_engine(tmp_path: Path, name: str, missing: str) -> None:
     """Case 21, case 23: by default vLLM leaves parameters of quantized models at random if no tensor is loaded."""
+    path = copied(tmp_path, name, missing)
+    with pytest.raises(ValueError, match=rf"the checkpoint lacks \d tensors, first {missing}"):
+        open_engine(path)
+    remove_record(path)
     with pytest.raises(ValueError, match=rf"not initialized from checkpoint: .*{missing}"):
-        open_engine(copied(tmp_path, name, missing))
+        open_engine(path)
+
+
+def remove_record(path: Path) -> None:
+    """Make a checkpoint one of release 0.1, whose entry does not list its tensors."""
+    config = json.loads((path / "config.json").read_text())
+    entry = config["quantization_config"][CONFIG_KEY]
+    del entry["contents"]
+    entry["sha256"] = checksum(entry)
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def test_missing_shard_is_found_before_an_engine_starts(tmp_path: Path) -> None:
