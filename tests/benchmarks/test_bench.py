@@ -20,6 +20,8 @@ from moe_coverage_plugin import Manifest
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.options import NLL_IMPORTANCES
 
+pytestmark = pytest.mark.slow
+
 
 def setting(method: str, sparsity: float, bits: int) -> Setting:
     recipe = METHODS[method](sparsity) if method in METHODS else Recipe()

@@ -15,6 +15,8 @@ from benchmarks.allocation.text import Windows
 from benchmarks.nf4 import PRUNINGS, Variant, held_expert_bytes, padding, section, stored_expert_bytes
 from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = 128
 
 

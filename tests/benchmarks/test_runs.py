@@ -17,6 +17,8 @@ from benchmarks.allocation.render import write_results
 from benchmarks.allocation.text import Source, Windows
 from moe_coverage_plugin.report.pareto import read_results
 
+pytestmark = pytest.mark.slow
+
 TOPK_ROWS = 7 + 7 * 2  # the unpruned model is measured once, the pruned model with each seed
 
 

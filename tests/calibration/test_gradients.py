@@ -34,6 +34,8 @@ from tests.calibration.brute_force import (
 )
 from tests.tiny import VOCAB, add_tokenizer, token_batches
 
+pytestmark = pytest.mark.slow
+
 METRICS = ("fisher", "activation_gradient", "gradient", "snip")
 
 

@@ -15,6 +15,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import FIELDS, open_stock, save_float64
 from tests.tiny import token_batches
 
+pytestmark = pytest.mark.slow
+
 
 def on_disk(source: Path, directory: Path):
     """Open the model with all weights offloaded to disk."""

@@ -13,6 +13,8 @@ from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches,
 from tests.calibration.brute_force import assert_scores, expected, observe, open_stock, save_float64
 from tests.tiny import VOCAB
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (20, 7, 13, 20, 3, 16)
 PAD = 1
 

@@ -38,6 +38,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.options import CoverageOptions
 from tests.tiny import GROUP_LIMITED, add_tokenizer, save_model, token_batches
 
+pytestmark = pytest.mark.slow
+
 # the options of harness.pruning()
 AS_PRUNED = ("--sparsity", 0.25, "--scope", "layers", "--inter-layer", "uniform", "--intra-layer", "coverage")
 AS_ALIGNED = ("--strategy", "hamilton", "--block-size", 64, "--min-width", 64)

@@ -23,6 +23,8 @@ from tests import paper_method
 from tests.checkpoint.runs import W4, logits, prompt, prune, source
 from tests.tiny import token_batches
 
+pytestmark = pytest.mark.slow
+
 BLOCK, SCALE_BYTES = 64, 4
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import packages_distributions
 
+import pytest
+
 from tests.environments import exceptions, problems
+
+pytestmark = pytest.mark.slow
 
 
 def test_pip_check() -> None:

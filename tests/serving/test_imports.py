@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moe_coverage_plugin import serving
+
+pytestmark = pytest.mark.slow
 
 
 def modules_after(statement: str) -> set[str]:

@@ -15,6 +15,8 @@ from moe_coverage_plugin.manifest import CoverageError
 from tests.mutations import ALL, MUTATIONS, Mutation, cases, mutated
 from tests.serving.engine import ARTIFACTS, OPTIONS, checkpoint_path, inspect_models_in_this_process, open_engine
 
+pytestmark = pytest.mark.slow
+
 # vLLM waits two seconds before it reads a config again that transformers did not accept
 CASES = [(mutation, base) for mutation, base in cases() if not mutation.toolkits or base == mutation.bases[0]]
 BASES = ("padded", "shared_w4a16", "ragged_fp8")

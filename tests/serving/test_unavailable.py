@@ -24,6 +24,8 @@ from moe_coverage_plugin.serving import compat, unavailable
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.test_config import quantization_config
 
+pytestmark = pytest.mark.slow
+
 # a name that this package imports and that a later release of vLLM might not have
 PROGRAM = """
 import builtins, json, logging, sys

@@ -13,6 +13,8 @@ from moe_coverage_plugin.serving.kernels.routing import one_kernel_step
 from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, choose_plan
 from tests.serving.kernels.random_layers import TOP_K, RandomLayer
 
+pytestmark = pytest.mark.slow
+
 
 def kernels(plan: LaunchPlan, pairs: int) -> tuple[object, ...]:
     """Return the parameters that determine the compiled kernels for one kind of layer."""

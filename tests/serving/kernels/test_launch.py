@@ -11,6 +11,8 @@ from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
 from tests.serving.kernels.random_layers import DECODE, PLANS, SCHEMES, TILED, TOP_K, RandomLayer, error
 from tests.serving.random_experts import RaggedExperts
 
+pytestmark = pytest.mark.slow
+
 both_paths = pytest.mark.parametrize("plan", [DECODE, TILED], ids=["decode", "tiled"])
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.serving.kernels.compiled import SMALL_SHARED_MEMORY
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 DOT = re.compile(r"(%\w+) = ttng\.warp_group_dot (%\w+), .*? : (tensor|!ttg\.memdesc)<")
 WAIT = re.compile(r"ttng\.warp_group_dot_wait (%\w+).*pendings = (\d+)")

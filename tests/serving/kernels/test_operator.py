@@ -7,6 +7,8 @@ from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.operator import run_kernels, schema_arguments
 from tests.serving.kernels.random_layers import RandomLayer
 
+pytestmark = pytest.mark.slow
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

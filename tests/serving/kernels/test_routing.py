@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from moe_coverage_plugin.serving.kernels import routing
 from moe_coverage_plugin.serving.kernels.routing import Routing, max_tiles, route
 
+pytestmark = pytest.mark.slow
+
 
 def table(widths_E: list[int], device: torch.device) -> torch.Tensor:
     table_E4 = torch.zeros(len(widths_E), 4, dtype=torch.int64)
