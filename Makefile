@@ -24,7 +24,7 @@ TEST_SERVE := MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python $(PYTEST) 
 
 QUICK := not slow and not engine and not browser
 
-.PHONY: demo test check environments lint types-compress types-serve checkpoints test-compress test-serve clean
+.PHONY: demo test check environments lint style types-compress types-serve checkpoints test-compress test-serve clean
 
 ## The main job, end to end: compress the mini-MoE by one recipe, then generate from the result with vLLM.
 demo: $(COMPRESS)/.ready $(SERVE)/.ready
@@ -41,23 +41,24 @@ test:
 
 ## The inner loop: style, types, layers, and the tests that take neither an engine, a browser nor long.
 check: environments
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint
 	$(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving -m "$(QUICK)"
 	$(SERVE)/bin/python $(PYTEST) tests/serving -m "$(QUICK)"
 
 environments: $(COMPRESS)/.ready $(SERVE)/.ready
 	@:
 
-lint: $(COMPRESS)/.ready $(SERVE)/.ready
+lint: style types-compress types-serve
+
+style: $(COMPRESS)/.ready
 	$(COMPRESS)/bin/ruff check .
 	$(COMPRESS)/bin/ruff format --check .
 	$(COMPRESS)/bin/lint-imports
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types-compress types-serve
 
-types-compress:
+types-compress: $(COMPRESS)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(COMPRESS)/bin/python
 
-types-serve:
+types-serve: $(COMPRESS)/.ready $(SERVE)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
 
 # The models are tiny: more threads than processes only wait for each other
