@@ -29,10 +29,10 @@ def test_draws_follow_the_distribution_of_the_model(llm: Any) -> None:
     probability_V = probability_V.exp()
     drawn = VllmEngine(llm, 1.0)([PROMPT] * DRAWS, frozenset(), len(PROMPT) + 1, seed=0)
     counts_V = torch.bincount(torch.tensor(drawn).flatten(), minlength=512)
-    # four standard deviations of each count
+    # five standard deviations of each count
     spread_V = (DRAWS * probability_V * (1 - probability_V)).sqrt()
     assert float(probability_V.sum()) == pytest.approx(1, abs=1e-4)
-    assert bool(((counts_V - DRAWS * probability_V).abs() <= 4 * spread_V + 1).all())
+    assert bool(((counts_V - DRAWS * probability_V).abs() <= 5 * spread_V + 1).all())
 
 
 def test_stops_end_documents_and_one_seed_gives_one_text(llm: Any) -> None:
