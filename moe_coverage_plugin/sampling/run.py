@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import ceil
@@ -20,8 +19,8 @@ from moe_coverage_plugin.sampling.engines import Engine
 from moe_coverage_plugin.sampling.repetition import fingerprint, looping_tokens
 from moe_coverage_plugin.sampling.turns import Turn, chat_turns, text_turns
 
-# documents that may be drawn for each one that fits into the windows
-MOST_DRAWS = 20
+# documents of a round for each window, and tokens that may be drawn for each one that is needed
+MOST_DRAWS = MOST_TOKENS = 20
 # first seeds of two rounds differ by more than any round has documents
 SEEDS_OF_A_ROUND = 1 << 20
 
@@ -81,8 +80,11 @@ def sample(
     length = _length(options.length, turns, config)
     needed = options.samples * length
     kept, seen, left_out = Sampled(), set[str](), {"loops": 0, "duplicates": 0}
-    for round_, number in enumerate(_rounds(options.samples, needed, kept)):
-        for ids in _draw(engine, turns, number, length, options.seed + SEEDS_OF_A_ROUND * round_):
+    number, rounds, written = options.samples, 0, 0
+    while number and kept.tokens < needed and written < MOST_TOKENS * needed:
+        documents = _draw(engine, turns, number, length, options.seed + SEEDS_OF_A_ROUND * rounds)
+        rounds, written = rounds + 1, written + sum(map(len, documents))
+        for ids in documents:
             text = tokenizer.decode(ids, skip_special_tokens=not chat)
             assert isinstance(text, str)
             if looping_tokens(ids):
@@ -93,6 +95,7 @@ def sample(
                 seen.add(mark)
                 kept.documents.append(ids)
                 kept.texts.append(text)
+        number = _missing(needed, kept, sum(left_out.values()), MOST_DRAWS * options.samples)
     drawn = len(kept.documents) + sum(left_out.values())
     if kept.tokens < needed:
         raise CoverageError(
@@ -137,16 +140,10 @@ def _length(wanted: int, turns: list[Turn], config: PretrainedConfig) -> int:
     return length
 
 
-def _rounds(samples: int, needed: int, kept: Sampled) -> Iterator[int]:
-    """Numbers of documents to draw, until enough tokens are kept, or too few of many documents."""
-    drawn, number = 0, samples
-    while kept.tokens < needed and number > 0:
-        yield number
-        drawn += number
-        # as many as are needed at the rate so far; none if nothing was kept
-        rate = kept.tokens / drawn
-        missing = ceil((needed - kept.tokens) / rate) if rate else 0
-        number = min(missing, MOST_DRAWS * samples - drawn)
+def _missing(needed: int, kept: Sampled, left_out: int, most: int) -> int:
+    """Documents that are still to be drawn, at the rate of kept tokens so far; 0 if nothing was kept."""
+    rate = kept.tokens / (len(kept.documents) + left_out)
+    return min(ceil((needed - kept.tokens) / rate), most) if rate and kept.tokens < needed else 0
 
 
 def _draw(engine: Engine, turns: list[Turn], number: int, length: int, seed: int) -> list[list[int]]:
