@@ -47,10 +47,6 @@ register_modifiers()
 
 def __getattr__(name: str) -> Any:
     # imported on first use, because llm-compressor is not installed in vLLM's environment
-    if name == "sample_text":
-        from moe_coverage_plugin.sampling.dataset import sample_text
-
-        return sample_text
     if name in __all__:
         try:
             return _imported(name)
@@ -64,6 +60,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
+    if name == "sample_text":
+        from moe_coverage_plugin.sampling.dataset import sample_text
+
+        return sample_text
     if name == "load":
         from moe_coverage_plugin.checkpoint.loading import load
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_coverage_plugin.cli.environment import check_toolkit
+from moe_coverage_plugin.cli.environment import check_toolkit, draws_by_vllm
 from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.files.model_path import check_directory
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest
@@ -45,11 +45,11 @@ def check_sample(arguments: Namespace) -> None:
     _check_file_to_write(output)
     if output.exists():
         raise CoverageError(f"output {output} exists: name another file, or delete this one")
-    has_vllm, engine = find_spec("vllm") is not None, getattr(arguments, "engine", "auto")
-    if engine == "vllm" and not has_vllm:
-        raise CoverageError("--engine vllm needs vLLM, which is not installed here: use vLLM's environment")
-    if engine == "transformers" or (engine == "auto" and not has_vllm):
+    engine = getattr(arguments, "engine", "auto")
+    if not draws_by_vllm(engine):
         check_toolkit("sample --engine transformers")
+    elif find_spec("vllm") is None:
+        raise CoverageError("--engine vllm needs vLLM, which is not installed here: use vLLM's environment")
 
 
 def check_finetune(arguments: Namespace) -> None:

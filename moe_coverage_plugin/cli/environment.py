@@ -21,6 +21,11 @@ def check_toolkit(command: str) -> None:
         raise CoverageError(f"moe-coverage {command} needs llm-compressor: {not_installed(TOOLKIT)}")
 
 
+def draws_by_vllm(engine: str) -> bool:
+    """Return whether vLLM draws text with this value of ``--engine``."""
+    return engine == "vllm" or (engine == "auto" and find_spec("vllm") is not None)
+
+
 def not_installed(package: str) -> str:
     """Return a message with the command that installs a package where it belongs."""
     if find_spec("vllm") is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moe_coverage_plugin.cli.environment import draws_by_vllm
 from moe_coverage_plugin.files.model_path import check_model
 
 SAMPLE = """\
@@ -55,8 +55,8 @@ def run(arguments: Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
-    by_vllm = options.engine == "vllm" or (options.engine == "auto" and find_spec("vllm") is not None)
-    engine = _vllm_engine(arguments.model, options) if by_vllm else _transformers_engine(arguments.model, options)
+    open_engine = _vllm_engine if draws_by_vllm(options.engine) else _transformers_engine
+    engine = open_engine(arguments.model, options)
     sampled = sample(engine, tokenizer, config, options, arguments.model)
     sampled.write(Path(arguments.output))
     left_out = sampled.provenance["left_out"]
