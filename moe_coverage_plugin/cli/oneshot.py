@@ -65,7 +65,7 @@ def _check_recipe(recipe: str, recipe_args: Mapping[str, Any]) -> None:
                 )
             for name, fields in _mappings(modifiers):
                 check_fields(name, fields, recipe_args)
-    if isinstance(content, dict) and not found:
+    if not found:
         stages = ", ".join(map(repr, list(content)[:3])) or "nothing"
         raise CoverageError(
             f"recipe {recipe} names no modifiers where llm-compressor looks for them, in a group ..._modifiers of a "

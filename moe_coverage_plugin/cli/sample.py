@@ -51,12 +51,14 @@ def run(arguments: Namespace) -> None:
     # after the checks, because torch takes seconds to import
     from transformers import AutoConfig, AutoTokenizer
 
-    from moe_coverage_plugin.sampling.run import sample
+    from moe_coverage_plugin.sampling.run import document_length, sample
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
-    open_engine = _vllm_engine if draws_by_vllm(options.engine) else _transformers_engine
-    engine = open_engine(arguments.model, options)
+    if draws_by_vllm(options.engine):
+        engine = _vllm_engine(arguments.model, options.temperature, document_length(options.length, config))
+    else:
+        engine = _transformers_engine(arguments.model, options)
     sampled = sample(engine, tokenizer, config, options, arguments.model)
     sampled.write(Path(arguments.output))
     left_out = sampled.provenance["left_out"]
@@ -67,13 +69,13 @@ def run(arguments: Namespace) -> None:
     print(f"  moe-coverage oneshot {arguments.model} --recipe fisher_p25_q4 --data {arguments.output} --output out")
 
 
-def _vllm_engine(model: str, options: Any) -> Any:
+def _vllm_engine(model: str, temperature: float, length: int) -> Any:
     from importlib import import_module
 
     from moe_coverage_plugin.sampling.vllm_engine import VllmEngine
 
-    llm = import_module("vllm").LLM(model, max_model_len=options.length, generation_config="vllm")
-    return VllmEngine(llm, options.temperature)
+    llm = import_module("vllm").LLM(model, max_model_len=length, generation_config="vllm")
+    return VllmEngine(llm, temperature)
 
 
 def _transformers_engine(model: str, options: Any) -> Any:

@@ -80,8 +80,8 @@ def sample(
     length = _length(options.length, turns, config)
     needed = options.samples * length
     kept, seen, left_out = Sampled(), set[str](), {"loops": 0, "duplicates": 0}
-    number, rounds, written = options.samples, 0, 0
-    while number and kept.tokens < needed and written < MOST_TOKENS * needed:
+    number, rounds, drawn, tokens, written = options.samples, 0, 0, 0, 0
+    while number and tokens < needed and written < MOST_TOKENS * needed:
         documents = _draw(engine, turns, number, length, options.seed + SEEDS_OF_A_ROUND * rounds)
         rounds, written = rounds + 1, written + sum(map(len, documents))
         for ids in documents:
@@ -91,16 +91,19 @@ def sample(
                 left_out["loops"] += 1
             elif (mark := fingerprint(text)) in seen:
                 left_out["duplicates"] += 1
-            elif kept.tokens < needed:
+            elif tokens < needed:
                 seen.add(mark)
+                tokens += len(ids)
                 kept.documents.append(ids)
                 kept.texts.append(text)
-        number = _missing(needed, kept, sum(left_out.values()), MOST_DRAWS * options.samples)
-    drawn = len(kept.documents) + sum(left_out.values())
-    if kept.tokens < needed:
+        drawn = len(kept.documents) + sum(left_out.values())
+        # as many as are missing at the rate of kept tokens so far; none if nothing was kept
+        missing = ceil((needed - tokens) * drawn / tokens) if tokens else 0
+        number = min(missing, MOST_DRAWS * options.samples)
+    if tokens < needed:
         raise CoverageError(
             f"of {drawn} documents that the model wrote, {left_out['loops']} end in loops and "
-            f"{left_out['duplicates']} repeat others, which leaves {kept.tokens} of {needed} tokens: sample with "
+            f"{left_out['duplicates']} repeat others, which leaves {tokens} of {needed} tokens: sample with "
             "temperature=1.0, with form='text', or give text of your own"
         )
     kept.provenance = {
@@ -115,10 +118,15 @@ def sample(
         "versions": {name: version(name) for name in ("moe-coverage-plugin", "torch", "transformers")},
     }
     logger.info(
-        f"The model wrote {len(kept.documents)} documents of {kept.tokens} tokens; {left_out['loops']} more end in "
+        f"The model wrote {len(kept.documents)} documents of {tokens} tokens; {left_out['loops']} more end in "
         f"loops and {left_out['duplicates']} repeat others"
     )
     return kept
+
+
+def document_length(wanted: int, config: PretrainedConfig) -> int:
+    """Return the most tokens of a document, which the context of the model limits."""
+    return min(wanted, getattr(config.get_text_config(), "max_position_embeddings", None) or wanted)
 
 
 def _length(wanted: int, turns: list[Turn], config: PretrainedConfig) -> int:
@@ -127,10 +135,9 @@ def _length(wanted: int, turns: list[Turn], config: PretrainedConfig) -> int:
     Raises:
         CoverageError: what comes before the turns leaves no room for them.
     """
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or wanted
-    length = min(wanted, context)
+    length = document_length(wanted, config)
     if length < wanted:
-        logger.warning(f"The context of the model has {context} tokens, fewer than {wanted}: documents are that long")
+        logger.warning(f"The context of the model has {length} tokens, fewer than {wanted}: documents are that long")
     given = sum(len(turn.before) for turn in turns)
     if given >= length:
         raise CoverageError(
@@ -138,12 +145,6 @@ def _length(wanted: int, turns: list[Turn], config: PretrainedConfig) -> int:
             "length, or form='text'"
         )
     return length
-
-
-def _missing(needed: int, kept: Sampled, left_out: int, most: int) -> int:
-    """Documents that are still to be drawn, at the rate of kept tokens so far; 0 if nothing was kept."""
-    rate = kept.tokens / (len(kept.documents) + left_out)
-    return min(ceil((needed - kept.tokens) / rate), most) if rate and kept.tokens < needed else 0
 
 
 def _draw(engine: Engine, turns: list[Turn], number: int, length: int, seed: int) -> list[list[int]]:
