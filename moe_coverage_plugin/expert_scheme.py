@@ -14,6 +14,8 @@ from typing import Any
 from moe_coverage_plugin.manifest import CoverageError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# projections that engines load into one parameter, and that so need one scheme
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # fields of a model's config that hold the width of an expert, in the order in which engines look for it
 WIDTH_KEYS = ("moe_intermediate_size", "intermediate_dim", "intermediate_size")
 # 4-bit integers are packed by eight into int32 words

@@ -59,7 +59,7 @@ def load(
         )
     tensors = check_checkpoint(path, manifest)
     report = _read_report(path / REPORT_NAME)
-    config, quantization = read_config(path, manifest, trust_remote_code)
+    config, quantization = read_config(path, manifest, tensors, trust_remote_code)
     if quantization_config is not None:
         check_config(quantization_config, path, quantization is not None)
     assert isinstance(config.dtype, torch.dtype), "read_config checks it"

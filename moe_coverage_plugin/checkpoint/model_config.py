@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers import __version__ as version
 
 from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
-from moe_coverage_plugin.files.weights import open_weights, weight_files
+from moe_coverage_plugin.files.headers import Tensors
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 
 # as safetensors names them
@@ -22,7 +21,7 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 
 
 def read_config(
-    path: Path, manifest: Manifest, trust_remote_code: bool
+    path: Path, manifest: Manifest, tensors: Tensors, trust_remote_code: bool
 ) -> tuple[PretrainedConfig, dict[str, Any] | None]:
     """Read the config of a checkpoint.
 
@@ -50,7 +49,7 @@ def read_config(
             "checkpoint with trust_remote_code=True"
         )
     # some files have the dtype of the language model only, and some none
-    dtype = config.dtype or text_config.dtype or _stored_dtype(path)
+    dtype = config.dtype or text_config.dtype or _stored_dtype(tensors)
     if not isinstance(dtype, torch.dtype):
         raise CoverageError(f"{file} has dtype {dtype!r}, which torch does not have: copy the checkpoint again")
     config.dtype = dtype
@@ -61,15 +60,12 @@ def read_config(
     return config, quantization if has_schemes else None
 
 
-def _stored_dtype(path: Path) -> torch.dtype:
+def _stored_dtype(tensors: Tensors) -> torch.dtype:
     """Return the dtype of most floating-point weights in the files, of those with more than one byte."""
     sizes: Counter[str] = Counter()
-    for file in weight_files(path):
-        with open_weights(file) as shard:
-            for name in shard.keys():  # noqa: SIM118 - an open file is not a mapping
-                tensor = shard.get_slice(name)
-                if tensor.get_dtype() in FLOATS:
-                    sizes[tensor.get_dtype()] += prod(tensor.get_shape())
+    for tensor in tensors.values():
+        if tensor.dtype in FLOATS:
+            sizes[tensor.dtype] += tensor.elements
     return FLOATS[max(sizes, key=sizes.__getitem__)] if sizes else torch.float32
 
 

@@ -12,14 +12,13 @@ from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.checkpoint.calibrated_scales import complete_scales
-from moe_coverage_plugin.expert_scheme import check_activations
+from moe_coverage_plugin.expert_scheme import FUSED, check_activations
 from moe_coverage_plugin.manifest import CoverageError, Layout
 from moe_coverage_plugin.modeling.moe_layers import expert_linears, find_moe_layers, linears_that_must_stay
 
 # layers that vLLM fuses, and which so have one scheme; of experts all projections must share one
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
+FUSED_LAYERS = (
+    *FUSED,
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
@@ -79,7 +78,7 @@ def check_fused(model: Module, scheme_of: Callable[[Module], QuantizationScheme 
 
 def _fused_layers(model: Module) -> Iterator[tuple[str, dict[str, Module]]]:
     for path, module in model.named_modules():
-        for names in FUSED:
+        for names in FUSED_LAYERS:
             siblings = {name: getattr(module, name, None) for name in names}
             found = {name: sibling for name, sibling in siblings.items() if isinstance(sibling, Linear)}
             if len(found) > 1:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from moe_coverage_plugin.expert_scheme import WIDTH_KEYS
+from moe_coverage_plugin.expert_scheme import FUSED, WIDTH_KEYS
 from moe_coverage_plugin.files.expert_tensors import (
     EXPERT_TENSOR,
     layer_number,
@@ -27,8 +27,6 @@ VOCABULARY = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)")
 NORM = re.compile(
     r"(?:.*\.)?(?:layers\.\d+\.(?:input|post_attention)_layernorm|(?:model|language_model)\.norm)\.weight"
 )
-# names of parts that engines load into one parameter
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # attention with compressed keys and values has no projection of keys
 COMPRESSED = ("kv_a_proj_with_mqa", "kv_b_proj")
 

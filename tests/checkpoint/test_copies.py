@@ -12,17 +12,12 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.checkpoint.saving import record_of
-from tests.checkpoint.runs import logits, prune, source, tensors
+from tests.checkpoint.runs import logits, prune, tensors
 from tests.tiny import save_model
 
 pytestmark = pytest.mark.slow
 
 HEAD = "lm_head.weight"
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return source(tmp_path_factory.mktemp("source") / "qwen3_moe")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["16bit", "w4a16"])

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return source(tmp_path_factory.mktemp("source") / "qwen3_moe")
-
-
-@pytest.fixture(scope="module")
 def ragged(qwen, tmp_path_factory):
     """A 16-bit checkpoint and its model."""
     path = tmp_path_factory.mktemp("ragged") / "out"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainingArgume
 from moe_coverage_plugin import CoverageError, load
 from moe_coverage_plugin.checkpoint import merging, staging
 from moe_coverage_plugin.checkpoint.staging import check_output
-from tests.checkpoint.runs import config_json, logits, prune, source, tensors
+from tests.checkpoint.runs import config_json, logits, prune, tensors
 from tests.tiny import save_model, token_batches
 
 pytestmark = pytest.mark.slow
@@ -37,11 +37,6 @@ FOREIGN = {
     "optimizer.pt": "state",
     "moe_coverage/notes.txt": "in a folder of ours",
 }
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return source(tmp_path_factory.mktemp("source") / "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

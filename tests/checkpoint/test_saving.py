@@ -30,11 +30,6 @@ MODULE_TENSORS = ("weight", "weight_packed", "weight_scale", "weight_shape", "bi
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return source(tmp_path_factory.mktemp("source") / "qwen3_moe")
-
-
-@pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     return source(tmp_path_factory.mktemp("source") / "qwen2_moe", "qwen2_moe")
 
