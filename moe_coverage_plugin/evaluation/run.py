@@ -10,6 +10,7 @@ from typing import Any
 from moe_coverage_plugin.evaluation import backends
 from moe_coverage_plugin.evaluation.local_tasks import LocalTask
 from moe_coverage_plugin.evaluation.results import Results
+from moe_coverage_plugin.evaluation.task_names import check_names
 from moe_coverage_plugin.evaluation.tasks import Tasks, Unit
 from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.files.model_path import check_model
@@ -51,6 +52,8 @@ def evaluate(
         raise CoverageError("no task is given: name tasks of lm-eval, or give files of JSON lines")
     check_model(checkpoint)
     check_place(output)
+    if not include:
+        check_names(tasks)
     backends.check_lm_eval()
     directory = _directory(checkpoint)
     results = _earlier(output, Results.of(checkpoint, directory))

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from moe_coverage_plugin.evaluation.local_tasks import LocalTask
+from moe_coverage_plugin.evaluation.task_names import check_names, unknown_task
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options import EvaluationOptions
 
@@ -76,13 +76,12 @@ class Tasks:
     def _check_known(self, names: Sequence[str]) -> None:
         from lm_eval.tasks import TaskManager
 
-        if not set(names) <= set(self.manager.all_tasks):
+        if elsewhere := set(names) - set(self.manager.all_tasks):
+            check_names(elsewhere)
             self.manager = TaskManager(include_path=self._include)
         for name in names:
             if name not in self.manager.all_tasks:
-                near = get_close_matches(name, self.manager.all_tasks, n=4)
-                hint = f", similar names are {', '.join(near)}" if near else ""
-                raise CoverageError(f"lm-eval has no task {name!r}{hint}: `lm-eval ls tasks` lists all")
+                raise unknown_task(name, self.manager.all_tasks)
 
     def _build(self, name: str, spec: str | dict[str, Any]) -> Iterator[Unit]:
         try:

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper_protocol import TASKS
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.cli.evaluation import add_eval
 from moe_coverage_plugin.evaluation import backends, local_tasks
-from moe_coverage_plugin.evaluation.tasks import Tasks
 from moe_coverage_plugin.options import EvaluationOptions
 from tests.evaluation.questions import QUIZ, TEXT
 
@@ -75,24 +73,6 @@ def test_comparison_of_two_checkpoints(original, four_bits, lines, tmp_path, cap
     (tmp_path / "after.json").write_text(json.dumps(found[1]))
     assert main(["eval", "--compare", before, after]) == 2
     assert "quiz was run with limit None (not 7) in after" in capsys.readouterr().err
-
-
-def test_unknown_tasks(pruned, error_of, tmp_path, monkeypatch):
-    """An unknown task is an error, and lm-eval has all tasks of the paper.
-
-    Both are checked in one test, because lm-eval takes seconds to read its task files.
-    """
-    found = {}
-    check = Tasks._check_known
-
-    def keep(self, names):
-        found["tasks"] = self
-        check(self, names)
-
-    monkeypatch.setattr(Tasks, "_check_known", keep)
-    message = error_of(pruned, "--tasks", "arc_esy", "--output", tmp_path / "out.json")
-    assert "lm-eval has no task 'arc_esy', similar names are arc_easy" in message
-    assert {protocol.task for protocol in TASKS.values()} <= set(found["tasks"].manager.all_tasks)
 
 
 def test_user_defined_tasks(pruned, error_of, lines, tmp_path):
