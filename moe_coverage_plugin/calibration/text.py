@@ -15,13 +15,10 @@ from datasets import Dataset, load_dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from moe_coverage_plugin.files.text_files import LOADERS, no_text
 from moe_coverage_plugin.manifest import CoverageError
 
-# loaders of `datasets` by suffix; any other file is text, one document
-LOADERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 IDS = "input_ids"
-# columns of chats: lists of messages with roles
-CHATS = ("messages", "conversations")
 
 Text = Sequence[str | Path] | Dataset
 
@@ -124,7 +121,7 @@ def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
 def _documents(text: Text, field: str) -> Iterator[str]:
     if isinstance(text, Dataset):
         if field not in text.column_names:
-            raise CoverageError(_no_text("the data set", field, text.column_names))
+            raise CoverageError(no_text("the data set", field, text.column_names))
         yield from (str(row[field]) for row in _rows(text))
         return
     for path in map(Path, text):
@@ -142,7 +139,7 @@ def _file_documents(path: Path, field: str) -> Iterator[str]:
         rows = load_dataset(loader, data_files=files, split="train", streaming=True, **options)
         for row, values in enumerate(rows, 1):
             if not isinstance(values.get(column), str):
-                raise CoverageError(_no_text(f"{path} row {row}", column, values))
+                raise CoverageError(no_text(f"{path} row {row}", column, values))
             yield values[column]
     except CoverageError:
         raise
@@ -152,14 +149,3 @@ def _file_documents(path: Path, field: str) -> Iterator[str]:
             f"{path} cannot be read as {loader} after row {row} ({type(error).__name__}: {reason}): give UTF-8 text, "
             "one JSON object per line, Parquet or CSV"
         ) from error
-
-
-def _no_text(where: str, column: str, columns: Iterable[str]) -> str:
-    columns = list(columns)
-    if column in columns:
-        return f"{where} has a value in {column!r} that is not text: correct it, or name another column"
-    if chats := [name for name in CHATS if name in columns]:
-        remedy = f"make text of {chats[0]!r} by tokenizer.apply_chat_template(..., tokenize=False), or name a column"
-    else:
-        remedy = "name the column of the text"
-    return f"{where} has no text in {column!r}, only {', '.join(columns)}: {remedy}"

@@ -22,12 +22,12 @@ from moe_coverage_plugin.calibration.text import IDS, pack
 from moe_coverage_plugin.checkpoint.loading import load
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.checkpoint.staging import check_output
+from moe_coverage_plugin.cli.early import LONGEST
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 
-LONGEST = 2048
 OFFLOAD = "auto_offload"
 
 

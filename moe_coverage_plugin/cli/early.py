@@ -9,10 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moe_coverage_plugin.cli.environment import check_toolkit, draws_by_vllm
+from moe_coverage_plugin.files import tokenizer
 from moe_coverage_plugin.files.atomic import check_place
 from moe_coverage_plugin.files.model_path import check_directory
-from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest
+from moe_coverage_plugin.files.text_files import check_text_files
+from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError, Manifest, read_json
 
+# tokens of a window of moe-coverage oneshot, if the model's limit is not less
+LONGEST = 2048
 # datasets.save_to_disk writes one of them
 DATA_SET_FILES = ("state.json", "dataset_dict.json")
 
@@ -37,6 +41,15 @@ def check_oneshot(arguments: Namespace) -> None:
             )
         if not path.is_dir():
             check_file(path, "--data")
+
+
+def check_oneshot_text(arguments: Namespace) -> None:
+    """Check the text of ``moe-coverage oneshot``, if the model is a directory and the text is in files."""
+    files, model = [path for path in map(Path, arguments.data) if not path.is_dir()], Path(arguments.model)
+    if files and model.is_dir():
+        if not any((model / name).is_file() for name in tokenizer.FILES):
+            raise CoverageError(f"{model} has no tokenizer: copy the files of one to it")
+        check_text_files(files, arguments.text_field, model, arguments.sequence_length or _least_length(model))
 
 
 def check_sample(arguments: Namespace) -> None:
@@ -64,6 +77,15 @@ def check_finetune(arguments: Namespace) -> None:
     _check_files(arguments.text, "--text")
     _check_files(arguments.evaluation or (), "--evaluation")
     _check_directory_to_write(arguments.output)
+    # here, because pydantic takes half a second to import
+    from moe_coverage_plugin.options import RecoveryOptions
+
+    length = getattr(arguments, "sequence_length", RecoveryOptions().sequence_length)
+    place = Path(arguments.tokenizer or arguments.checkpoint)
+    if not tokenizer.has_tokenizer(place):
+        raise CoverageError(f"{place} has no tokenizer: give the directory of one by --tokenizer")
+    for files in filter(None, (arguments.text, arguments.evaluation)):
+        check_text_files([*map(Path, files)], arguments.text_field, place, length)
 
 
 def check_plan(arguments: Namespace) -> None:
@@ -133,6 +155,14 @@ def _check_files(names: Iterable[str], option: str) -> None:
         if path.is_dir():
             raise CoverageError(f"{option} {path} is a directory: give its files")
         check_file(path, option)
+
+
+def _least_length(model: Path) -> int:
+    """Return the tokens of a window by default, or less: a model can have several configs, each with a limit."""
+    config = read_json(model / "config.json")
+    configs = [config, *(each for each in config.values() if isinstance(each, dict))]
+    limits = [each.get("max_position_embeddings") for each in configs]
+    return min([LONGEST, *(limit for limit in limits if isinstance(limit, int))]) if any(limits) else 1
 
 
 def _check_directory_to_write(name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from moe_coverage_plugin.cli.early import check_oneshot_text
 from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options.recipes import check_fields
@@ -28,6 +29,7 @@ def run(arguments: Namespace) -> None:
     recipe_args = dict(map(_assignment, arguments.recipe_args))
     _check_recipe(recipe, recipe_args)
     check_model(arguments.model)
+    check_oneshot_text(arguments)
 
     from moe_coverage_plugin.cli.compression import compress
 

@@ -1,4 +1,4 @@
-"""Every subcommand with every kind of wrong path: one line that says what is wrong, before torch is imported.
+"""Every subcommand with wrong paths, text or tasks: one line that says what is wrong, before torch is imported.
 
 Field case 2.20: a wrong path took 19 seconds, and the message was about something else.
 """
@@ -60,6 +60,24 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (["finetune", "CHECKPOINT", "--text", "file.txt", "--output", "file.txt/out"], ("cannot be created",)),
     (["finetune", "CHECKPOINT", *FINETUNE, "--evaluation", "absent"], ("--evaluation absent cannot be read",)),
     (["finetune", "CHECKPOINT", *FINETUNE, "--teacher", "absent"], ("absent", NO_MODEL)),
+    (["finetune", "CHECKPOINT", "--text", "none.txt", "--output", "out"], ("none.txt has 0 tokens", "window of 512")),
+    (["finetune", "CHECKPOINT", *FINETUNE], ("file.txt has at most 100 tokens, fewer than one window of 512",)),
+    (["finetune", "CHECKPOINT", *FINETUNE, "--sequence-length", "4096"], ("fewer than one window of 4096",)),
+    (
+        ["finetune", "CHECKPOINT", "--text", "chat.jsonl", "--output", "out"],
+        ("chat.jsonl row 1", "apply_chat_template"),
+    ),
+    (
+        ["finetune", "CHECKPOINT", "--text", "WEIGHTS", "--evaluation", "none.txt", "--output", "out"],
+        ("none.txt has 0",),
+    ),
+    (["finetune", "CHECKPOINT", *FINETUNE, "--tokenizer", "empty"], ("empty has no tokenizer: give the directory",)),
+    (["oneshot", "CHECKPOINT", *ONESHOT], ("file.txt has at most 100 tokens, fewer than one window of 256",)),
+    (["oneshot", "CHECKPOINT", *ONESHOT, "--sequence-length", "101"], ("fewer than one window of 101",)),
+    (["oneshot", "CHECKPOINT", *ONESHOT[:3], "none.txt", *ONESHOT[4:]], ("none.txt has 0 tokens",)),
+    (["oneshot", "CHECKPOINT", *ONESHOT[:3], "chat.jsonl", *ONESHOT[4:]], ("no text in 'text', only messages",)),
+    (["oneshot", "CHECKPOINT", *ONESHOT[:3], "none.txt", "chat.jsonl", *ONESHOT[4:]], ("chat.jsonl row 1",)),
+    (["oneshot", "plain", *ONESHOT], ("plain has no tokenizer",)),
     (["oneshot", "./absent", *ONESHOT], (NO_MODEL, "no such directory")),
     (["oneshot", "absent/model/directory", *ONESHOT], (NO_MODEL, "no such directory")),
     (["oneshot", "org/name", *ONESHOT], ("org/name is not a model directory or hub name", "the hub cannot be asked")),
@@ -77,6 +95,8 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (["eval", "empty", *EVAL], (NO_MODEL, "no config.json")),
     (["eval", "plain", *EVAL[:-1], "empty"], ("empty cannot be written (it is a directory)",)),
     (["eval", "plain", *EVAL[:-1], "file.txt/results.json"], ("cannot be created",)),
+    (["eval", "plain", "--tasks", "nosuch", "--output", "other.json"], ("lm-eval has no task 'nosuch'",)),
+    (["eval", "plain", "--tasks", "arc_esy", "--output", "other.json"], ("similar names are arc_easy",)),
     (["eval", "--compare", "absent"], ("--compare absent cannot be read",)),
     (["eval", "--compare", "empty"], ("--compare empty is a directory",)),
     (["pareto", "absent", "--output", "a.png"], ("absent cannot be read", "No such file")),
@@ -96,8 +116,12 @@ def done(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[i
     (place / "plain").mkdir()
     (place / "plain" / "config.json").write_text('{"model_type": "qwen3_moe"}')
     (place / "file.txt").write_text("not JSON, not YAML: [")
+    (place / "none.txt").touch()
+    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}]}')
     (place / "results.json").write_text('{"checkpoint": "x", "tasks": {}}')
-    commands = [[str(pruned) if part == "CHECKPOINT" else part for part in arguments] for arguments, _ in CASES]
+    before = sorted(place.iterdir())
+    known = {"CHECKPOINT": str(pruned), "WEIGHTS": str(pruned / "model.safetensors")}
+    commands = [[known.get(part, part) for part in arguments] for arguments, _ in CASES]
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(commands),
@@ -107,7 +131,7 @@ def done(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[i
         cwd=place,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-    assert sorted(each.name for each in place.iterdir()) == ["empty", "file.txt", "plain", "results.json"]
+    assert sorted(place.iterdir()) == before
     return [tuple(json.loads(line)) for line in run.stdout.splitlines()]
 
 
