@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import processes
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -51,6 +53,11 @@ def pytest_collection_finish() -> None:
     # what was imported stays, and the collector need not walk through it again and again
     gc.collect()
     gc.freeze()
+    processes.start_server()
+
+
+def pytest_unconfigure() -> None:
+    processes.stop_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

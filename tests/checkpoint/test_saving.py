@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +18,7 @@ from moe_coverage_plugin.checkpoint.entry import write_entry
 from moe_coverage_plugin.checkpoint.staging import check_output
 from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import REPORT_NAME, SCORES_NAME
+from tests import processes
 from tests.checkpoint.runs import BLOCK, config_json, prune, source, tensors
 
 pytestmark = pytest.mark.slow
@@ -292,34 +289,40 @@ def test_the_current_directory(pruned, tmp_path, monkeypatch, spelt):
 
 
 MOUNTED = """
-import sys
+import ctypes, os, sys
 from pathlib import Path
 from moe_coverage_plugin import CoverageError
 from moe_coverage_plugin.checkpoint.staging import check_output
+target, system = Path(sys.argv[1]), ctypes.CDLL(None)
+identity = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+new_user, new_mounts = 0x10000000, 0x00020000
+if system.unshare(new_user | new_mounts):
+    sys.exit(CANNOT_MOUNT)
+for file, text in identity.items():
+    Path("/proc/self", file).write_text(text)
+if system.mount(b"none", bytes(target), b"tmpfs", 0, b"size=4m"):
+    sys.exit(CANNOT_MOUNT)
 try:
-    check_output(Path(sys.argv[1]))
+    check_output(target)
 except CoverageError as error:
     print(error)
-check_output(Path(sys.argv[1]) / "new", needed_bytes=2**20)
+check_output(target / "new", needed_bytes=2**20)
 try:
-    check_output(Path(sys.argv[1]) / "new", needed_bytes=2**23)
+    check_output(target / "new", needed_bytes=2**23)
 except CoverageError as error:
     print(error)
 """
+CANNOT_MOUNT = 77
 
 
 def test_a_mount_point(tmp_path):
     """Volumes of containers are mounted empty; the free space of a directory in one is that of its disk."""
-    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
-    mount = 'mount -t tmpfs -o size=4m none "$0"'
-    target = tmp_path / "out"
-    target.mkdir()
-    if shutil.which("unshare") is None or subprocess.run([*shell, mount, str(target)], capture_output=True).returncode:
+    (tmp_path / "out").mkdir()
+    done = processes.run("-c", MOUNTED.replace("CANNOT_MOUNT", str(CANNOT_MOUNT)), tmp_path / "out")
+    if done.returncode == CANNOT_MOUNT:
         pytest.skip("this user cannot mount a file system")
-    run = [*shell, f'{mount}; exec "$@"', str(target), sys.executable, "-c", MOUNTED, str(target)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    # toolkits print when they are imported
-    *_, mount_point, too_large = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    mount_point, too_large = done.stdout.splitlines()
     assert "out is a mount point" in mount_point
     assert "name a new directory in it" in mount_point
     assert "needs about 0.0 GiB" in too_large
@@ -393,31 +396,24 @@ def test_a_full_disk_leaves_nothing(pruned, tmp_path, monkeypatch, call):
 
 
 KILLED = """
-import os, signal, sys
-sys.path[:0] = {path!r}
+import sys
 import torch
 torch.set_num_threads(1)
 from tests.checkpoint.runs import prune
 from pathlib import Path
-from moe_coverage_plugin import load
-model = prune(Path({source!r}))
-print("saving", flush=True)
+model = prune(Path(sys.argv[1]))
 for number in range(100):
-    model.save_pretrained({out!r} + "/" + str(number))
+    model.save_pretrained(sys.argv[2] + "/" + str(number))
 """
 
 
 def test_a_killed_process_leaves_complete_checkpoints_only(qwen, tmp_path):
     """SIGKILL at an arbitrary moment while checkpoints are written one after another."""
-    here = Path(__file__).parent
-    script = KILLED.format(path=[str(here), str(here.parent)], source=str(qwen), out=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    assert any(line.strip() == b"saving" for line in process.stdout)
+    process = processes.start("-c", KILLED, qwen, tmp_path)
     while not (tmp_path / "3").exists():
-        assert process.poll() is None
+        assert process.returncode is None, process.stderr[-2000:]
         time.sleep(0.0137)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     complete = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert len(complete) >= 3

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import llmcompressor  # noqa: F401  # imported once, before programs are forked
 import pytest
 from safetensors import safe_open
 
 from moe_coverage_plugin import Manifest, load_scores
+from tests import processes
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +28,13 @@ COMMANDS = [
 ]
 CHANNELS = 4 * 16 * 384
 COMPARED = ("benchmarks/testbed/mini_moe", "out/pruned", "out/recovered")
+TEXT = "text.txt"
 # options added to commands of examples, because the defaults take longer
 FEW = {
     "prune.py": "--windows 2 --window-tokens 32",
     "prune_and_quantize.py": "--windows 2 --window-tokens 32",
-    "fine_tune.py": "--steps 4 --window-tokens 32",
+    "own_scores.py": f"--data {TEXT}",
+    "fine_tune.py": f"--steps 4 --window-tokens 32 --data {TEXT}",
     "evaluate.py": "--documents 4",
 }
 
@@ -41,21 +46,33 @@ def shortened(command: str) -> str:
     return command + "".join(f" {few}" for name, few in FEW.items() if f"/{name}" in command)
 
 
+def interpreted(line: str) -> list[str]:
+    """Arguments of an interpreter that runs a command."""
+    program, *arguments = shlex.split(line)
+    return {"python": [], "moe-coverage": ["-m", "moe_coverage_plugin.cli"]}[program] + arguments
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Output of each command of the tutorial, run in a directory with links to folders of the repository."""
     directory = tmp_path_factory.mktemp("tutorial")
     for folder in ("benchmarks", "examples"):
         (directory / folder).symlink_to(REPOSITORY / folder)
+    text = (REPOSITORY / COMPARED[0] / "calibration.txt").read_text(encoding="utf-8")
+    (directory / TEXT).write_text(text[:40_000], encoding="utf-8")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     cache = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(directory / "datasets")}
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | cache
     outputs = {}
     for command in COMMANDS:
         line = shortened(command)
-        done = subprocess.run(
-            line, shell=True, capture_output=True, text=True, cwd=directory, env=environment, check=False
-        )
+        if command.startswith("moe-coverage inspect"):
+            # the installed script, in a command that imports little
+            done = subprocess.run(
+                line, shell=True, capture_output=True, text=True, cwd=directory, env=environment, check=False
+            )
+        else:
+            done = processes.run(*interpreted(line), cwd=directory, env=environment)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         outputs[command] = done.stdout
     previous = Path.cwd()

@@ -1,7 +1,7 @@
-"""A program that runs ``oneshot`` in forks of its process, so that the toolkit is imported once, and kills them.
+"""A program that runs ``oneshot`` in a fork of its process and kills it.
 
-Reads orders from the standard input and writes results to the file descriptor in its argument, a line of JSON each.
-Runs report when they enter a phase and wait for a byte to go on, so that times are counted from the phase's beginning.
+Its argument is an order, and the last line that it prints is the result, both in JSON. The run reports when it enters
+a phase and waits for a byte to go on, so that times are counted from the phase's beginning.
 """
 
 from __future__ import annotations
@@ -140,7 +140,4 @@ def observed(order: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0  # its thread would not survive a fork
-    # the toolkit logs to the standard output
-    results = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    for order in sys.stdin:
-        print(json.dumps(observed(json.loads(order))), file=results)
+    print(json.dumps(observed(json.loads(sys.argv[1]))))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +16,12 @@ from torch import Tensor
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from tests import processes
 from tests.checkpoint.runs import aligned, logits, source
 
 pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[2]
 
 SEED, MOMENTS = 20, 20
 STRATA = ("scoring", "planning", "saving")
@@ -44,38 +44,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def order(workspace: Path) -> Iterator[Order]:
+def order(workspace: Path) -> Order:
     """Function that makes a run in a process of its own and kills it if requested."""
     model = source(workspace / "model")
-    root = str(Path(__file__).parents[2])
-    read, write = os.pipe()
-    with (workspace / "errors.txt").open("w") as errors:
-        program = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forked_runs.py")), str(write)],
-            stdin=subprocess.PIPE,
-            stdout=errors,
-            stderr=errors,
-            pass_fds=[write],
-            env=os.environ | {"PYTHONPATH": root},
-            text=True,
-        )
-    os.close(write)
-    results = os.fdopen(read)
 
-    def send(directory: Path, sharded: bool, kill: tuple[str, float | None] | None = None) -> dict[str, Any]:
-        assert program.stdin is not None
+    def make(directory: Path, sharded: bool, kill: tuple[str, float | None] | None = None) -> dict[str, Any]:
         fields = {"source": str(model), "directory": str(directory), "sharded": sharded, "kill": kill}
-        program.stdin.write(json.dumps(fields) + "\n")
-        program.stdin.flush()
-        result = results.readline()
-        assert result, (workspace / "errors.txt").read_text()[-4000:]
-        return json.loads(result)
+        done = processes.run("-m", "tests.faults.forked_runs", json.dumps(fields), cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1]) | {"errors": done.stderr[-4000:]}
 
-    yield send
-    assert program.stdin is not None
-    program.stdin.close()
-    assert program.wait() == 0
-    results.close()
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +66,7 @@ def references(order: Order, workspace: Path) -> dict[bool, Reference]:
         directory = workspace / f"complete_{sharded}"
         directory.mkdir()
         result = order(directory, sharded)
-        assert result["succeeded"], (workspace / "errors.txt").read_text()[-4000:]
+        assert result["succeeded"], result["errors"]
         output = directory / OUTPUT
         assert (len(list(output.glob("model-*.safetensors"))) > 3) == sharded
         names = files_in(output)
@@ -145,7 +124,6 @@ def test_directories_are_complete_or_not_opened_and_a_second_run_succeeds(
     references: dict[bool, Reference],
     killed: list[tuple[Path, bool, dict[str, Any]]],
     number: int,
-    workspace: Path,
 ) -> None:
     directory, sharded, _ = killed[number]
     output, scores = directory / OUTPUT, directory / SCORES
@@ -155,7 +133,8 @@ def test_directories_are_complete_or_not_opened_and_a_second_run_succeeds(
         complete = is_complete(path, references[sharded])
         assert complete or path not in (output, scores), f"{path.name} has its final name and is not complete"
     if not output.exists():
-        assert order(directory, sharded)["succeeded"], (workspace / "errors.txt").read_text()[-4000:]
+        result = order(directory, sharded)
+        assert result["succeeded"], result["errors"]
         assert {path.name for path in directory.iterdir()} == {OUTPUT, SCORES}, "what the killed run left is removed"
     assert _is_complete_checkpoint(output, references[sharded])
     assert _is_complete_score_file(scores, references[sharded])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,18 @@ import pytest
 from moe_coverage_plugin import CoverageError, load
 from moe_coverage_plugin.checkpoint.staging import check_output, staged
 from moe_coverage_plugin.files.atomic import in_use, remove_leftovers, write_atomically
+from tests import processes
 
 pytestmark = pytest.mark.slow
 
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
-from moe_coverage_plugin import CoverageError, load
 from moe_coverage_plugin.files.atomic import in_use
 
 with in_use(Path(sys.argv[1])), in_use(Path(sys.argv[2])):
     print("writing", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
@@ -40,15 +39,16 @@ def partials(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_is_removed_once_its_writer_ended(tmp_path: Path, partials: tuple[Path, Path]) -> None:
     directory, file = partials
-    command = [sys.executable, "-c", WRITER, *map(str, partials)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert any(line == b"writing\n" for line in writer.stdout)
-        check_output(tmp_path / "out")
-        write_atomically(tmp_path / "scores.safetensors", b"complete")
-        assert directory.is_dir()
-        assert file.is_file()
-        writer.kill()
+    writer = processes.start("-c", WRITER, *partials)
+    while writer.stdout != "writing\n":
+        assert writer.returncode is None, writer.stderr
+        time.sleep(0.01)
+    check_output(tmp_path / "out")
+    write_atomically(tmp_path / "scores.safetensors", b"complete")
+    assert directory.is_dir()
+    assert file.is_file()
+    writer.kill()
+    writer.wait()
     check_output(tmp_path / "out")
     assert not directory.exists()
     write_atomically(tmp_path / "scores.safetensors", b"complete")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import SMALL, Work, measure, write_models
 from moe_coverage_plugin import Manifest, recommended_recipe
+from tests import processes
 from tests.checkpoint.runs import source, tensors
 from tests.tiny import add_tokenizer, token_batches
 
@@ -117,14 +117,6 @@ def job(model: Any, output: Path, bits: int) -> None:
     )
 
 
-def run_alone(program: str, *arguments: Path) -> None:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_offloaded_from_shards_is_saved_as_in_memory(tmp_path: Path) -> None:
     """Case 19: opened by the toolkit's loaders, partly on disk, from a checkpoint of many files."""
     unpruned = source(tmp_path / "unpruned", dtype=torch.float64)
@@ -134,7 +126,8 @@ def test_offloaded_from_shards_is_saved_as_in_memory(tmp_path: Path) -> None:
     assert len(list(shards.glob("*.safetensors"))) > 3
     for bits in (16, 4):
         job(str(shards), tmp_path / f"memory_{bits}", bits)
-    run_alone(OFFLOADED, shards, tmp_path)
+    done = processes.run("-c", OFFLOADED, shards, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert len(list((tmp_path / "offloaded_16").glob("*.safetensors"))) > 1, "a file is gathered before it is written"
     for bits in (16, 4):
         memory, offloaded = tmp_path / f"memory_{bits}", tmp_path / f"offloaded_{bits}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
+from tests import processes
 from tests.checkpoint.runs import linear_model
 from tests.modeling.traced import hidden_states, subgraphs
 from tests.tiny import save_model
@@ -54,10 +53,7 @@ with load_quantizable_moe():
 )
 def test_the_loader_works_only_without_image_processors(tmp_path):
     source = str(save_model(tmp_path, num_hidden_layers=1))
-    plain, unloaded = (
-        subprocess.run([sys.executable, "-c", LOADER, source, *arguments], capture_output=True, text=True, check=False)
-        for arguments in ([], ["unload"])
-    )
+    plain, unloaded = (processes.run("-c", LOADER, source, *arguments) for arguments in ([], ["unload"]))
     assert unloaded.returncode == 0, unloaded.stderr
     assert plain.returncode, "llm-compressor's loader works without torchvision: remove modeling/lazy_modules.py"
     assert "torchvision" in plain.stderr

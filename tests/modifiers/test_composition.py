@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
+from tests import processes
 from tests.modifiers.harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
 
 pytestmark = pytest.mark.slow
@@ -158,8 +156,7 @@ torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROU
 
 def test_model_object_of_load_quantizable_moe(source: Path, tmp_path: Path):
     from_path = compress(source, [*pruning(0.3), *COMPANIONS["quantization"]()])
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", OPEN_BY_LOADER, str(source), str(tmp_path / "logits.pt")]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=True, capture_output=True)
+    done = processes.run("-c", OPEN_BY_LOADER, source, tmp_path / "logits.pt")
+    assert done.returncode == 0, done.stderr[-3000:]
     # the weights are the same bits at other addresses, which changes the last bit of a sum
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(from_path), rtol=0, atol=1e-5)

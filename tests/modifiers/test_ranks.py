@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.modifiers import rank_worker
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_two_ranks_make_the_plan_of_one(source: Path, tmp_path: Path):
     """Before that, both ranks get the same samples, which stops with an error."""
     rank_worker.main(str(source), str(tmp_path))
-    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [*TORCHRUN, HERE / "rank_worker.py", source, tmp_path]
-    run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+    processes.finish(processes.start_ranks(2, "-m", "tests.modifiers.rank_worker", source, tmp_path, cwd=REPOSITORY))
     for rank in range(2):
         assert "ranks calibrate on the same" in (tmp_path / f"rank{rank}of2.refused").read_text()
     names = ("rank0of1", "rank0of2", "rank1of2")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,13 +15,13 @@ from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.recovery import RecoveryOptions
 from moe_coverage_plugin.recovery.curve import CURVE_NAME
 from moe_coverage_plugin.recovery.state import STATE_NAME, WorkFolder
+from tests import processes
 from tests.checkpoint.runs import tensors
 from tests.recovery.cycles import FAST, cycles
 
 pytestmark = pytest.mark.slow
 
 STEPS = 24
-SCRIPT = "import sys; from moe_coverage_plugin.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +39,6 @@ def arguments(pruned: Path, words: Path, output: Path) -> list[str]:
     return ["finetune", str(pruned), "--text", str(words), "--output", str(output), *options]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *command], env=environment, **pipes)
-
-
 def without_seconds(points: list[dict]) -> list[dict]:
     return [{name: value for name, value in point.items() if name != "seconds"} for point in points]
 
@@ -56,14 +47,13 @@ def without_seconds(points: list[dict]) -> list[dict]:
 def killed(pruned: Path, words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output directory of a run that was killed after its first saved state."""
     output = tmp_path_factory.mktemp("killed") / "out"
-    run = start(arguments(pruned, words, output))
+    run = processes.start("-m", "moe_coverage_plugin.cli", *arguments(pruned, words, output))
     state = output.with_name("out.work") / STATE_NAME
     deadline = time.monotonic() + 300
-    while not state.exists() and run.poll() is None and time.monotonic() < deadline:
+    while not state.exists() and run.returncode is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    run.send_signal(signal.SIGKILL)
-    _, errors = run.communicate()
-    assert run.returncode == -signal.SIGKILL, errors[-2000:]
+    run.kill()
+    assert run.wait() == -signal.SIGKILL, run.stderr[-2000:]
     assert state.exists()
     assert not output.exists()
     return output
