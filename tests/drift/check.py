@@ -226,6 +226,7 @@ def check_half(sources: Sources, toolkit: str, package: Path = PACKAGE) -> Check
         for entry in STAND_INS[toolkit]:
             check.stand_in(entry)
     finally:
+        gc.freeze()
         gc.enable()
     return check
 

@@ -100,7 +100,8 @@ class Sources:
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self._roots = dict(roots)
         # an instance exists for one check, so its caches need no limit
-        self.text, self.tree, self.bindings = cache(self.text), cache(self.tree), cache(self.bindings)
+        self.file, self.text, self.tree = cache(self.file), cache(self.text), cache(self.tree)
+        self.bindings = cache(self.bindings)
         self.lookup, self.mro, self.member = cache(self.lookup), cache(self.mro), cache(self.member)
 
     def root(self, package: str) -> Path | None:
