@@ -11,6 +11,7 @@ import pytest
 from llmcompressor.modifiers import ModifierFactory
 
 import moe_coverage_plugin
+from tests import processes
 from tests.modifiers.harness import YAML, compress, pruning, widths
 
 NAMES = ["AlignmentModifier", "AttributionModifier", "ChannelPruningModifier", "CoverageModifier"]
@@ -51,24 +52,22 @@ def test_imports_nothing_without_the_toolkit():
     assert run.stdout.strip() == ""
 
 
-IMPORT_EACH_FIRST = """
-import os, sys
-import compressed_tensors, datasets, torch, transformers  # what takes long, and imports none of our modules
-assert "llmcompressor" not in sys.modules
-for module in sys.argv[1:]:
-    if not (child := os.fork()):
-        __import__(module)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert status == 0, f"{module} cannot be imported first"
+IMPORT_FIRST = """
+import importlib, sys
+again = ("llmcompressor", "compressed_tensors", "moe_coverage_plugin")
+for name in [name for name in sys.modules if name.partition(".")[0] in again]:
+    del sys.modules[name]
+importlib.import_module(sys.argv[1])
+assert "llmcompressor" in sys.modules
 """
 
 
 @pytest.mark.slow
-def test_any_module_may_be_imported_first():
+@pytest.mark.parametrize(
+    "module", ["modeling.moe_layers", "calibration.observer", "checkpoint.loading", "modifiers.alignment"]
+)
+def test_any_module_may_be_imported_first(module: str):
     """Importing the toolkit imports our modifiers, which need the module that is being imported."""
-    root = Path(moe_coverage_plugin.__file__).parent
-    modules = ("modeling.moe_layers", "calibration.observer", "checkpoint.loading", "modifiers.alignment")
-    command = [sys.executable, "-c", IMPORT_EACH_FIRST, *(f"{root.name}.{module}" for module in modules)]
-    run = subprocess.run(command, cwd=root.parent, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    # of what takes long to import, nothing imports our modules
+    done = processes.run("-c", IMPORT_FIRST, f"moe_coverage_plugin.{module}")
+    assert done.returncode == 0, done.stderr[-3000:]
