@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,39 +17,74 @@ from moe_coverage_plugin.modeling.moe_layers import router_needs
 from moe_coverage_plugin.options import GRADIENT_METRICS
 
 
-def gather_scores(
-    observers: Sequence[LayerObserver], gradients: Sequence[GradientObserver], layer_loss_L: Tensor | None
-) -> AttributionScores:
-    """Sum the statistics of all observers over all ranks and turn them into scores.
+class LayerSums(NamedTuple):
+    """Sums of one layer over all ranks, on the CPU.
+
+    Attributes:
+        observed: of :class:`LayerObserver`.
+        gradients: of :class:`GradientObserver`; empty if no metric needs gradients.
+    """
+
+    observed: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def gather_sums(observers: Sequence[LayerObserver], gradients: Sequence[GradientObserver]) -> list[LayerSums]:
+    """Sum the statistics of every layer over all ranks.
 
     Args:
         observers: one for each MoE layer, in layer order.
         gradients: one for each of ``observers``, or none if no metric needs gradients.
-        layer_loss_L: importance of the layers, if it was measured.
+
+    Raises:
+        CoverageError: activations that are not finite.
     """
     for observer in observers:
         assert observer.sums, f"{observer.layer.name} saw no batch"
-    sums_L = [sum_over_ranks({name: total.cpu() for name, total in observer.sums.items()}) for observer in observers]
-    gradient_sums_L = [sum_over_ranks(gradient.sums) for gradient in gradients]
+    sums_L = [sum_over_ranks({name: total.cpu() for name, total in each.sums.items()}) for each in observers]
+    gradient_sums_L = [sum_over_ranks({name: total.cpu() for name, total in each.sums.items()}) for each in gradients]
     # after the exchange, so that all ranks raise together and none waits for another
     for observer, sums in zip(observers, sums_L, strict=True):
         observer.check_finite(sums)
-    metric = observers[0].metric
-    if metric in GRADIENT_METRICS:
-        channels = [each.channel_scores(sums) for each, sums in zip(gradients, gradient_sums_L, strict=True)]
+    return [LayerSums(*each) for each in zip(sums_L, gradient_sums_L or [{}] * len(sums_L), strict=True)]
+
+
+def channel_scores(
+    observers: Sequence[LayerObserver], gradients: Sequence[GradientObserver], sums_L: Sequence[LayerSums]
+) -> Tensor:
+    """Scores ``[L, E, I]`` of any metric but ``obs``, float64 on the CPU."""
+    if observers[0].metric in GRADIENT_METRICS:
+        scores = [each.channel_scores(sums.gradients) for each, sums in zip(gradients, sums_L, strict=True)]
     else:
-        channels = [observer.channel_scores(sums) for observer, sums in zip(observers, sums_L, strict=True)]
-    nll = NllSums(*torch.stack([sums["nll_3E"] for sums in gradient_sums_L], dim=1)) if gradients else None
+        scores = [each.channel_scores(sums.observed) for each, sums in zip(observers, sums_L, strict=True)]
+    return torch.stack(scores)
+
+
+def attribution_scores(
+    observers: Sequence[LayerObserver],
+    sums_L: Sequence[LayerSums],
+    channels_LEI: Tensor,
+    layer_loss_L: Tensor | None,
+) -> AttributionScores:
+    """Make scores of the sums of all ranks.
+
+    Args:
+        observers: one for each MoE layer, in layer order.
+        sums_L: their sums.
+        channels_LEI: scores of the channels.
+        layer_loss_L: importance of the layers, if it was measured.
+    """
+    nll = NllSums(*torch.stack([each.gradients["nll_3E"] for each in sums_L], dim=1)) if sums_L[0].gradients else None
     return AttributionScores(
         names=[observer.layer.name for observer in observers],
         top_k=[observer.layer.top_k for observer in observers],
-        channel_metric=metric,
+        channel_metric=observers[0].metric,
         # those of one rank: scores of `obs` from equal sums may differ in the last bit between kinds of devices
-        channels_LEI=gather_over_ranks(torch.stack(channels))[0],
-        first_order_LE=torch.stack([sums["first_order_E"] for sums in sums_L]),
-        second_order_LE=torch.stack([sums["second_order_E"] for sums in sums_L]),
-        tokens_LE=torch.stack([sums["tokens_E"].long() for sums in sums_L]),
-        routing_weight_sum_LE=torch.stack([sums["routing_weight_sum_E"] for sums in sums_L]),
+        channels_LEI=gather_over_ranks(channels_LEI)[0],
+        first_order_LE=torch.stack([each.observed["first_order_E"] for each in sums_L]),
+        second_order_LE=torch.stack([each.observed["second_order_E"] for each in sums_L]),
+        tokens_LE=torch.stack([each.observed["tokens_E"].long() for each in sums_L]),
+        routing_weight_sum_LE=torch.stack([each.observed["routing_weight_sum_E"] for each in sums_L]),
         layer_loss_L=layer_loss_L,
         nll_signed_LE=nll.signed if nll else None,
         nll_absolute_LE=nll.absolute if nll else None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -17,39 +15,58 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer
 class GramObserver:
     """Running Gram matrices of one layer, ``sum_t g^2 A A^T`` over each expert's routed tokens without padding.
 
-    They take ``E * I * I * 4`` bytes on the device of the experts, so an observer is deleted as soon as its layer has
+    Tokens are in two parts: those that a fit may use, and those held back to test it. The matrices take
+    ``2 * E * I * I * 4`` bytes on the device of the experts, so an observer is deleted as soon as its layer has
     computed every batch.
     """
 
     def __init__(self, layer: MoELayer):
+        """Create an observer without sums."""
         self.layer = layer
-        self.has_batches = False
-        self._grams: dict[int, Tensor] = {}
+        self.tokens_2E = torch.zeros(2, layer.num_experts, dtype=torch.float64)
+        self._grams_2EII: Tensor | None = None
 
-    def observe(self, trace: ExpertTrace) -> None:
-        """Add a batch."""
-        self.has_batches = True
-        routing = trace.routing
-        lengths = routing.real_lengths_E.tolist()
-        activations = routing.real(trace.a_MI).split(lengths)
-        gates = routing.real(routing.routing_weights_M).split(lengths)
-        for index, (a_MI, routing_weights_M) in enumerate(zip(activations, gates, strict=True)):
-            if routing_weights_M.numel():
-                added_II = gram(a_MI, routing_weights_M)
-                self._grams[index] = self._grams[index].add_(added_II) if index in self._grams else added_II
+    def observe(self, trace: ExpertTrace, held_T: Tensor) -> None:
+        """Add a batch.
 
-    def grams(self) -> Mapping[int, Tensor]:
-        """Gram matrices ``[I, I]`` by expert, summed over all ranks; experts without tokens have none.
+        Args:
+            trace: values inside the experts.
+            held_T: bool, tokens that are held back.
+        """
+        routing, experts = trace.routing, self.layer.num_experts
+        a_MI, weights_M = routing.real(trace.a_MI), routing.real(routing.routing_weights_M)
+        held_M = held_T.to(a_MI.device)[routing.real(routing.tokens_M)]
+        owner_M = torch.arange(experts, device=a_MI.device).repeat_interleave(
+            routing.real_lengths_E, output_size=len(a_MI)
+        )
+        group_M, order_M = torch.sort(owner_M + experts * held_M, stable=True)
+        lengths = torch.bincount(group_M, minlength=2 * experts).cpu()
+        self.tokens_2E += lengths.unflatten(0, (2, -1))
+        rows = zip(a_MI[order_M].split(lengths.tolist()), weights_M[order_M].split(lengths.tolist()), strict=True)
+        for index, (a_MI, weights_M) in enumerate(rows):
+            if weights_M.numel():
+                added_II = gram(a_MI, weights_M)
+                if self._grams_2EII is None:
+                    self._grams_2EII = added_II.new_zeros(2, experts, *added_II.shape)
+                self._grams_2EII[index // experts, index % experts] += added_II
+
+    def grams(self) -> Tensor:
+        """Gram matrices ``[2, E, I, I]`` of fitted and held-back tokens, summed over all ranks.
 
         Raises:
             CoverageError: activations that are NaN or infinite.
         """
+        channels = max(self.layer.widths)
+        grams_2EII = self._grams_2EII
+        if grams_2EII is None:
+            grams_2EII = torch.zeros(2, self.layer.num_experts, channels, channels)
         if torch.distributed.is_initialized():
-            channels = max(self.layer.widths)
-            zeros_II = torch.zeros(channels, channels)
-            every = {str(index): self._grams.get(index, zeros_II).cpu() for index in range(self.layer.num_experts)}
-            self._grams = {int(index): total for index, total in sum_over_ranks(every).items() if bool(total.any())}
-        for index, gram_II in self._grams.items():
-            if not bool(torch.isfinite(gram_II).all()):
-                raise non_finite_activations(f"{self.layer.name} expert {index}")
-        return self._grams
+            device = grams_2EII.device
+            sums = sum_over_ranks({"grams_2EII": grams_2EII.cpu(), "tokens_2E": self.tokens_2E})
+            grams_2EII = sums["grams_2EII"].to(device)
+        # every entry of a row is finite if its diagonal is: |G_ij|^2 <= G_ii G_jj
+        finite_E = torch.isfinite(grams_2EII.diagonal(dim1=-2, dim2=-1)).all(-1).all(0)
+        if not bool(finite_E.all()):
+            expert = int((~finite_E).nonzero()[0])
+            raise non_finite_activations(f"{self.layer.name} expert {expert}")
+        return grams_2EII

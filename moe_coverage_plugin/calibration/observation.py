@@ -148,7 +148,7 @@ def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Itera
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
-        for layer in _decoder_layers(model, layers):
+        for layer in decoder_layers(model, layers):
             forward = partial(_recomputed, without_hooks(layer, layer.forward))
             stack.enter_context(replaced_forward(layer, forward))
         yield
@@ -159,7 +159,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True, preserve_rng_state=False)
 
 
-def _decoder_layers(model: Module, layers: Sequence[MoELayer]) -> list[Module]:
+def decoder_layers(model: Module, layers: Sequence[MoELayer]) -> list[Module]:
     """All decoder layers of the lists that contain the MoE layers, dense ones included."""
     lists: dict[str, ModuleList] = {}
     for layer in layers:

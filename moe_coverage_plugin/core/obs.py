@@ -23,6 +23,8 @@ columns ``w_j`` into ``w_j - w_c t_j``, hence
 The score of a channel is its cost at its removal, and at least the score of the channel removed before it. The order
 of scores is therefore the order of removal, and any planner keeps the channels that this algorithm would keep.
 
+``G`` is collected layer by layer, ``D`` is estimated from sums that are small (:func:`pooled_curvature`).
+
 ``d`` already contains the routing weight, so ``g^2`` in ``G`` counts it a second time: scores are the rise of the loss
 times a squared routing weight. ``G`` has this factor because the fit weighs tokens by it; without it the loss was
 higher wherever both were measured (``benchmarks/TRIED.md``).
@@ -30,34 +32,33 @@ higher wherever both were measured (``benchmarks/TRIED.md``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import RIDGE, gram
+from moe_coverage_plugin.core.reconstruction import RIDGE
 
 # least relative increase of the score from one removed channel to the next
 STEP = 1e-9
 
 
-class InteractionTerms(NamedTuple):
-    """Sums of one expert over its tokens of a batch, ``[I, I]``, float32 or wider.
+def pooled_curvature(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> Tensor:
+    """Estimate ``D`` of one expert from what all experts of a layer share, ``[I, I]`` float32 or wider.
 
-    Attributes:
-        gram_II: ``sum_t g_t^2 A_t A_t^T``.
-        curvature_II: ``sum_t d_t d_t^T``.
+    ``D`` of every expert would take ``E * I * I`` numbers for each layer until the backward pass ends. As
+    ``d_t = W^T dNLL/dz_t``, it is ``W^T Q_e W`` with the second moments ``Q_e`` of the expert's output gradients. The
+    experts of a layer write into one residual stream, so ``Q_e`` is estimated by the sum ``Q`` over all of them, and
+    the estimate is scaled to the diagonal of ``D``, which is known.
+
+    Args:
+        down_HI: ``down_proj`` of the expert.
+        output_HH: ``Q``, the sum of ``dNLL/dz_t dNLL/dz_t^T`` over the tokens of all experts of the layer.
+        diagonal_I: ``sum_t d_t^2`` of the expert.
     """
-
-    gram_II: Tensor
-    curvature_II: Tensor
-
-
-def interaction_terms(a_MI: Tensor, routing_weight_M: Tensor, grad_MI: Tensor) -> InteractionTerms:
-    """The sums of one expert over its tokens of a batch, from ``dNLL/dA`` at the input of ``down_proj``."""
-    assert a_MI.shape == grad_MI.shape
-    # the second moment of gradients is a Gram matrix too, of tokens that all weigh 1
-    return InteractionTerms(gram(a_MI, routing_weight_M), gram(grad_MI, torch.ones_like(routing_weight_M)))
+    dtype = torch.promote_types(down_HI.dtype, torch.float32)
+    down_HI = down_HI.detach().to(dtype)
+    pooled_II = down_HI.T @ output_HH.to(down_HI) @ down_HI
+    scale_I = torch.where(pooled_II.diagonal() > 0, diagonal_I.to(pooled_II) / pooled_II.diagonal(), 0.0).sqrt()
+    return scale_I[:, None] * pooled_II * scale_I
 
 
 @torch.no_grad()
@@ -67,8 +68,8 @@ def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) ->
     Takes ``I`` steps, each over two float64 matrices ``[E, I, I]``, on the device of ``gram_EII``.
 
     Args:
-        gram_EII: ``G`` without the ridge: the mean over tokens of :attr:`InteractionTerms.gram_II`.
-        curvature_EII: ``D``: the sum over tokens of :attr:`InteractionTerms.curvature_II`.
+        gram_EII: ``G`` without the ridge.
+        curvature_EII: ``D``, exact or :func:`pooled_curvature`.
         ridge: relative to the mean of the diagonal of ``G``.
 
     Returns:

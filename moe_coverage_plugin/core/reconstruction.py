@@ -9,16 +9,24 @@ With the Gram matrix ``G = sum_t g_t^2 A_t A_t^T`` the normal equations give
 
     W' = W_k + W_p G_pk (G_kk + lambda I)^-1.
 
-The ridge pulls towards the old columns, not towards zero, so an expert with few tokens stays close to pruning without
-reconstruction. A bias of ``down_proj`` is common to both sides and cancels.
+The ridge pulls towards the old columns, not towards zero, so a large ``lambda`` is pruning without reconstruction. A
+bias of ``down_proj`` is common to both sides and cancels.
+
+How much of the fit carries over to other text depends on the expert: on its tokens, its channels, and how many of them
+are pruned. ``lambda`` is therefore chosen for each expert by tokens that were held back from the fit
+(:func:`choose_ridge`), and no fit at all is one of the choices.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 RIDGE = 1e-2
+# candidates, relative to the mean of the diagonal of G_kk; infinite: the old columns
+RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, math.inf)
 
 
 def gram(a_MI: Tensor, routing_weight_M: Tensor) -> Tensor:
@@ -41,19 +49,62 @@ def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: fl
         ``[H, N]`` in the dtype and on the device of ``down_HI``; the old columns if the Gram matrix is zero or no
         channel is pruned.
     """
-    device = down_HI.device
-    kept_N = kept_N.to(device)
-    gram_II = gram_II.to(device, torch.float64)
+    kept_N = kept_N.to(down_HI.device)
+    gram_II = gram_II.to(down_HI.device, torch.float64)
     old_HN = down_HI.detach()[:, kept_N]
-    gram_NN = gram_II[kept_N][:, kept_N]
-    scale = gram_NN.diagonal().mean() if kept_N.numel() else 0.0
-    pruned_P = torch.ones(down_HI.shape[1], dtype=torch.bool, device=device)
-    pruned_P[kept_N] = False
-    if not float(scale) > 0.0 or not bool(pruned_P.any()):
+    pruned_P = _others(kept_N, down_HI.shape[1])
+    if not _can_fit(gram_II, kept_N, pruned_P) or math.isinf(ridge):
         return old_HN
-    identity_NN = torch.eye(kept_N.numel(), dtype=torch.float64, device=device)
-    factor_NN = torch.linalg.cholesky(gram_NN + ridge * scale * identity_NN)
-    gram_NP = gram_II[kept_N][:, pruned_P]
-    transfer_NP = torch.cholesky_solve(gram_NP, factor_NN)
+    transfer_NP = _transfer(gram_II, kept_N, pruned_P, ridge)
     change_HN = down_HI.detach()[:, pruned_P].double() @ transfer_NP.T
     return (old_HN.double() + change_HN).to(down_HI.dtype)
+
+
+def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Tensor) -> float:
+    """The ridge of :data:`RIDGES` whose fit has the least error on held-back tokens.
+
+    Args:
+        down_HI: the unpruned weight.
+        fitted_II: :func:`gram` of the tokens to fit.
+        held_II: :func:`gram` of the tokens held back.
+        kept_N: indices of the kept channels.
+
+    Returns:
+        The ridge, infinite if no fit is better than the old columns, or there are no tokens to fit or to test.
+    """
+    kept_N = kept_N.to(down_HI.device)
+    fitted_II, held_II = (each.to(down_HI.device, torch.float64) for each in (fitted_II, held_II))
+    pruned_P = _others(kept_N, down_HI.shape[1])
+    if not _can_fit(fitted_II, kept_N, pruned_P) or not _can_fit(held_II, kept_N, pruned_P):
+        return math.inf
+    # the error is tr(W_p R^T G R W_p^T), where R are the residuals of pruned channels on kept ones
+    down_HP = down_HI.detach()[:, pruned_P].double()
+    outputs_PP = down_HP.T @ down_HP
+    held_NN, held_NP = held_II[kept_N][:, kept_N], held_II[kept_N][:, pruned_P]
+    # of old columns; it is common to all, so only what a fit adds to it is compared
+    best, least = math.inf, 0.0
+    for ridge in RIDGES[:-1]:
+        transfer_NP = _transfer(fitted_II, kept_N, pruned_P, ridge)
+        added_PP = transfer_NP.T @ (held_NN @ transfer_NP - 2 * held_NP)
+        if (added := float((added_PP * outputs_PP).sum())) < least:
+            best, least = ridge, added
+    return best
+
+
+def _others(kept_N: Tensor, channels: int) -> Tensor:
+    pruned_P = torch.ones(channels, dtype=torch.bool, device=kept_N.device)
+    pruned_P[kept_N] = False
+    return pruned_P.nonzero().flatten()
+
+
+def _can_fit(gram_II: Tensor, kept_N: Tensor, pruned_P: Tensor) -> bool:
+    return bool(kept_N.numel()) and bool(pruned_P.numel()) and float(gram_II.diagonal()[kept_N].sum()) > 0.0
+
+
+def _transfer(gram_II: Tensor, kept_N: Tensor, pruned_P: Tensor, ridge: float) -> Tensor:
+    """``(G_kk + lambda I)^-1 G_kp``: what each kept channel takes over of each pruned one."""
+    gram_NN = gram_II[kept_N][:, kept_N]
+    scale = gram_NN.diagonal().mean()
+    identity_NN = torch.eye(kept_N.numel(), dtype=torch.float64, device=gram_II.device)
+    factor_NN = torch.linalg.cholesky(gram_NN + ridge * scale * identity_NN)
+    return torch.cholesky_solve(gram_II[kept_N][:, pruned_P], factor_NN)

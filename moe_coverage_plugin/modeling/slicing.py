@@ -15,6 +15,9 @@ from torch.nn.functional import pad
 from moe_coverage_plugin.modeling.memory import drop_mapped_pages, mapped_ranges
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, projections
 
+# refitted weights of an expert's kept channels, by the names of projections: rows ``[N, H]``, or columns ``[H, N]``
+FittedWeights = dict[str, Tensor]
+
 
 class RemovedExpert(ExpertMLP):
     """Placeholder for a removed expert, so that the others keep their numbers. It has no parameters."""
@@ -32,7 +35,7 @@ def prune_layer(
     layer: MoELayer,
     kept_E: list[Tensor],
     padded_width: int | None = None,
-    down_columns: Mapping[int, Tensor] | None = None,
+    fits: Mapping[int, FittedWeights] | None = None,
 ) -> None:
     """Keep the given channels of every expert of a layer, in place.
 
@@ -40,7 +43,7 @@ def prune_layer(
         layer: the layer.
         kept_E: for each expert the ascending indices of its kept channels (int64); empty: the expert is removed.
         padded_width: append zero channels up to this width and remove no expert; the outputs do not change.
-        down_columns: by expert, columns ``[H, N]`` that replace the kept columns of ``down_proj``.
+        fits: by expert, weights that replace those of the kept channels.
     """
     ranges = mapped_ranges()
     for index, (mlp, kept_N) in enumerate(zip(layer.mlps, kept_E, strict=True)):
@@ -49,7 +52,7 @@ def prune_layer(
         if kept_N.numel() == 0 and padded_width is None:
             remove_expert(layer, index)
         else:
-            prune_expert(mlp, kept_N, padded_width or kept_N.numel(), (down_columns or {}).get(index))
+            prune_expert(mlp, kept_N, padded_width or kept_N.numel(), (fits or {}).get(index))
         drop_mapped_pages(unpruned, ranges)
 
 
@@ -59,7 +62,7 @@ def remove_expert(layer: MoELayer, index: int) -> None:
 
 
 @torch.no_grad()
-def prune_expert(mlp: ExpertMLP, kept_N: Tensor, width: int, down_HN: Tensor | None = None) -> None:
+def prune_expert(mlp: ExpertMLP, kept_N: Tensor, width: int, fit: FittedWeights | None = None) -> None:
     """Slice the rows of ``gate_proj`` and ``up_proj`` (weights, biases) and the columns of ``down_proj``, in place.
 
     The bias of ``down_proj`` belongs to the output and is unchanged.
@@ -68,17 +71,16 @@ def prune_expert(mlp: ExpertMLP, kept_N: Tensor, width: int, down_HN: Tensor | N
         mlp: the expert.
         kept_N: strictly ascending channel indices, int64.
         width: at least ``N``; the channels after the kept ones are zero.
-        down_HN: columns that replace the kept columns of ``down_proj``.
+        fit: weights that replace those of the kept channels.
     """
     assert bool((kept_N.diff() > 0).all()), "kept channels must ascend: the projections share one order"
     if kept_N.numel() == width == expert_width(mlp):
         # nothing to slice, and a copy would take memory if the weight is in a mapped file
         return
     for name, linear in projections(mlp).items():
-        if name == "down_proj":
-            _slice(linear, "weight", kept_N, 1, width, down_HN)
-        else:
-            _slice(linear, "weight", kept_N, 0, width)
+        channel_dim = int(name == "down_proj")
+        _slice(linear, "weight", kept_N, channel_dim, width, (fit or {}).get(name))
+        if name != "down_proj":
             _slice(linear, "bias", kept_N, 0, width)
         with disable_onloading():
             linear.out_features, linear.in_features = linear.weight.shape
@@ -91,7 +93,7 @@ def _slice(linear: Linear, name: str, kept_N: Tensor, dim: int, width: int, fitt
     unpruned = getattr(linear, name)
     if unpruned is None:
         return
-    kept = unpruned.detach().index_select(dim, kept_N.to(unpruned.device)) if fitted is None else fitted
+    kept = unpruned.detach().index_select(dim, kept_N.to(unpruned.device)) if fitted is None else fitted.to(unpruned)
     missing = width - kept_N.numel()
     # F.pad lists dimensions from the last to the first
     padded = pad(kept, (0, missing) if dim == unpruned.ndim - 1 else (0, 0, 0, missing)).contiguous()

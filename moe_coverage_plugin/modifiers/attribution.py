@@ -17,14 +17,15 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.calibration_set import check_batches, data_hash
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
-from moe_coverage_plugin.calibration.gathering import gather_scores
+from moe_coverage_plugin.calibration.gathering import attribution_scores, channel_scores, gather_sums
 from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.calibration.provenance import check_scores, check_writable, environment, routers_hash
-from moe_coverage_plugin.calibration.token_mask import check_batches, data_hash
 from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
@@ -50,9 +51,9 @@ class AttributionModifier(AttributionOptions, Modifier):
     An expert's scores count only the tokens that the router sent to it, whether or not ``moe_calibrate_all_experts``
     shows it others. Padding never counts, and tokens whose ``labels`` are -100 are not predicted. Metrics without
     gradients cost one forward pass. Gradients cost one pass forward and backward through the head of the model;
-    weights get no gradients, and only the input of each decoder layer is kept. ``layer_noise`` costs one more forward
-    pass over ``layer_batches`` batches for each layer. Fields and their defaults:
-    :class:`~moe_coverage_plugin.options.AttributionOptions`.
+    weights get no gradients, and only the input of each decoder layer is kept. ``obs`` costs one more forward pass,
+    layer by layer. ``layer_noise`` costs one more forward pass over ``layer_batches`` batches for each layer. Fields
+    and their defaults: :class:`~moe_coverage_plugin.options.AttributionOptions`.
 
     Lifecycle:
 
@@ -196,10 +197,15 @@ class AttributionModifier(AttributionOptions, Modifier):
         observers = [LayerObserver(layer, self.channel_metric, self.ema) for layer in self._layers]
         gradients = [GradientObserver(layer, self.channel_metric) for layer in self._layers if self.uses_gradients]
         observe_batches(model, batches, observers, gradients)
+        sums_L = gather_sums(observers, gradients)
+        if self.channel_metric == "obs":
+            channels_LEI = interaction_scores(model, self._layers, batches, sums_L)
+        else:
+            channels_LEI = channel_scores(observers, gradients, sums_L)
         layer_loss_L = None
         if self.layer_noise is not None:
             layer_loss_L = layer_loss_rise(model, self._layers, batches[: self.layer_batches], self.layer_noise)
-        return gather_scores(observers, gradients, layer_loss_L)
+        return attribution_scores(observers, sums_L, channels_LEI, layer_loss_L)
 
     def _describe(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
         return {

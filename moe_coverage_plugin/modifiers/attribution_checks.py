@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
+import torch
+from compressed_tensors.offload import get_execution_device
 from compressed_tensors.quantization.utils import is_module_quantized
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.gradients import obs_bytes
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, uniform_shape
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, projections, uniform_shape
 from moe_coverage_plugin.options import AttributionOptions
 
 
@@ -43,12 +44,17 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
     """
     if options.channel_metric != "obs":
         return
-    needed = len(layers) * obs_bytes(*uniform_shape(layers))
-    free = psutil.virtual_memory().available
+    experts, channels = uniform_shape(layers)
+    down = projections(layers[0].mlps[0])["down_proj"]
+    # the moments of output gradients of all layers in 32 bits, and four float64 matrices per expert of one layer
+    needed = len(layers) * 4 * down.out_features**2 + 4 * 8 * experts * channels**2
+    device = get_execution_device(down)
+    cuda = isinstance(device, torch.device) and device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     if needed > free:
         raise CoverageError(
-            f"channel_metric='obs' keeps {needed / 2**30:.2g} GiB of matrices in CPU memory, of which "
-            f"{free / 2**30:.2g} GiB are free: choose 'fisher', or a machine with more memory"
+            f"channel_metric='obs' keeps {needed / 2**30:.2g} GiB of matrices in {'GPU' if cuda else 'CPU'} memory, "
+            f"of which {free / 2**30:.2g} GiB are free: choose 'fisher', or a machine with more memory"
         )
 
 

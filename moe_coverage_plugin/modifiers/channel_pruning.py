@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
+from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
-from torch.nn import Module
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.token_mask import check_batches
+from moe_coverage_plugin.calibration.calibration_set import check_batches
 from moe_coverage_plugin.checkpoint.calibrated_scales import mark_scales
 from moe_coverage_plugin.checkpoint.saving import save_with_manifest
 from moe_coverage_plugin.core.alignment import align
 from moe_coverage_plugin.core.layouts import stored_widths
 from moe_coverage_plugin.core.ragged import kept_channels
-from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.memory import return_freed_tensors
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.router_mask import mask_router
@@ -35,7 +35,7 @@ from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan, routing_
 from moe_coverage_plugin.modifiers.pruning_checks import check_routers, refuse_neighbours
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-from moe_coverage_plugin.modifiers.reconstruction_pass import ReconstructionPass
+from moe_coverage_plugin.modifiers.reconstruction_pass import reconstruct_layers
 from moe_coverage_plugin.options import ChannelPruningOptions
 
 
@@ -50,11 +50,9 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
     - on_initialize
         - find the plan's modifier, and check the order of the recipe, the layout, the quantizers that follow, and the
           output directory
-    - on_calibration_start
-        - if ``reconstruct``: remove experts and mask routers, and observe the activations of the kept experts
-    - on_sequential_epoch_end
-        - if ``reconstruct``: fit and prune the layers that all batches have passed
     - on_calibration_end
+        - if ``reconstruct``: remove experts and mask routers, then take the calibration data through the model and
+          fit and prune layer by layer
         - otherwise: prune all layers and mask routers
         - replace ``model.save_pretrained``
 
@@ -64,6 +62,9 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
           layout: ragged
     """
 
+    # it makes its own pass over the data, so the toolkit need not
+    requires_calibration_data: bool = False
+
     _coverage: CoverageModifier = PrivateAttr()
     _planner: PlanModifier = PrivateAttr()
     _plan: WidthPlan = PrivateAttr()
@@ -71,7 +72,6 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
     _kept: dict[str, list[Tensor]] = PrivateAttr(default_factory=dict)
     _widths_LE: Tensor = PrivateAttr()
     _padded_width: int | None = PrivateAttr(default=None)
-    _reconstruction: ReconstructionPass | None = PrivateAttr(default=None)
     _bytes_before: int = PrivateAttr(default=0)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -93,7 +93,6 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
         check_quantizers(state.model, layers, after, block_size, self.layout)
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         check_run_output(state.model, layers, self._coverage.sparsity, quantized, before)
-        self.requires_calibration_data = self.reconstruct
         if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:
             logger.warning(
                 "channel_metric='obs' scores channels for reconstruct=True: without it, 'fisher' loses less"
@@ -104,39 +103,22 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
         self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
         return True
 
-    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Begin the pass that fits the kept columns."""
-        if not self.reconstruct:
-            return
-        if not self._planner.planned:
-            raise CoverageError(
-                "reconstruct=True needs the plan before its pass, but the pipeline runs all modifiers in one pass: "
-                'give every modifier its own with pipeline="independent", the default of oneshot'
-            )
-        self._choose_channels(state.model)
-        assert state.data.calib is not None
-        layers = self._coverage.attribution.layers
-        self._reconstruction = ReconstructionPass(
-            state.model, layers, self._kept, self._padded_width, state.data.calib
-        )
-        embeddings: Any = state.model.get_input_embeddings()
-        # the toolkit's annotation leaves pre-hooks out
-        self.register_hook(embeddings, self._reconstruction.on_embedding, "forward_pre")  # type: ignore[arg-type]
-
-    def on_sequential_epoch_end(self, state: State, event: Event, modules: list[Module], **kwargs: Any) -> None:
-        """Fit and prune the layers that all batches have passed."""
-        if self._reconstruction is not None:
-            self._reconstruction.prune_completed()
-
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Prune what is not pruned yet, and let the model be saved."""
-        self.remove_hooks()
-        if self._reconstruction is not None:
-            self._reconstruction.close()
-            self._reconstruction = None
+        """Fit and prune the experts, and let the model be saved."""
+        self._choose_channels(state.model)
+        layers = self._coverage.attribution.layers
+        if self.reconstruct:
+            assert state.data.calib is not None
+            # the toolkit draws the samples again for the passes of other modifiers, which must see them in this order
+            with torch.random.fork_rng(devices=[]):
+                batches = list(state.data.calib)
+            # quantizers that follow are not calibrated yet
+            with DisableQuantization(state.model):
+                reconstruct_layers(
+                    state.model, layers, self._kept, self._padded_width, batches, full=self.refit == "all"
+                )
         else:
-            self._choose_channels(state.model)
-            for layer in self._coverage.attribution.layers:
+            for layer in layers:
                 prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
                 mask_router(layer)
         # the quantizers that follow have not run yet

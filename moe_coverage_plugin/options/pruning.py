@@ -32,6 +32,8 @@ Smoothing = Literal["none", "sqrt", "log", "huber", "clip"]
 AlignmentStrategy = Literal["hamilton", "blocks"]
 RemainderRule = Literal["l-r-c", "l-r-s"]
 
+Refit = Literal["all", "down"]
+
 
 class AttributionOptions(Options):
     """What is measured on the calibration data."""
@@ -42,9 +44,8 @@ class AttributionOptions(Options):
     From one forward pass: ``activation`` (L2 norm of the channel over the tokens of its expert; the paper's default),
     ``weight`` (L2 norms of its weights), ``weight_activation`` (weights times the norms of their inputs).
     From one pass forward and backward: ``fisher`` (``sum_t (A dNLL/dA)^2``, comparable between layers), ``obs`` (the
-    same if the other channels take over, for ``reconstruct: true`` only; needs ``8 * experts * channels^2`` bytes of
-    CPU memory per layer; see ``core/obs.py``), and ``gradient``, ``activation_gradient`` and ``snip`` (paper,
-    appendix C.3.1; see ``core/gradients.py``).
+    same if the other channels take over, for ``reconstruct: true``; one more forward pass; see ``core/obs.py``), and
+    ``gradient``, ``activation_gradient`` and ``snip`` (paper, appendix C.3.1; see ``core/gradients.py``).
     """
 
     expert_importance: ExpertImportance = "first_order"
@@ -221,14 +222,28 @@ class ChannelPruningOptions(Options):
     """
 
     reconstruct: bool = True
-    """Whether to fit the kept columns of each ``down_proj`` to the output of the unpruned expert.
+    """Whether to fit the kept channels of each expert to the output of the unpruned expert.
 
-    ``min sum_t g^2 ||W A_t - W' A_tk||^2 + lambda ||W' - W_k||^2`` over the calibration data, layer by layer, so that
-    later layers are fitted to the output of earlier ones. Costs one forward pass.
+    Layer by layer over the calibration data, so that later layers are fitted to the output of earlier ones. Every
+    fourth sample is held back from the fits; an expert whose held-back tokens are no better with its fit keeps its
+    weights.
+    """
+
+    refit: Refit = "all"
+    """Projections that reconstruct fits.
+
+    ``down``: ``min sum_t g^2 ||W A_t - W' A_tk||^2 + lambda ||W' - W_k||^2`` for ``down_proj``, with ``lambda`` chosen
+    by held-back tokens. ``all``: then a Gauss-Newton step for ``gate_proj`` and ``up_proj``, and ``down_proj`` again
+    (``core/refit.py``), which takes several times as long.
     """
 
     pictures: bool = True
     """Whether to draw the plan into a folder of the checkpoint."""
+
+    @model_validator(mode="after")
+    def _check_pruning(self) -> Self:
+        self.refuse_idle("reconstruct", True, "refit")
+        return self
 
 
 def check_min_width(block_size: int, min_width: int) -> None:

@@ -8,8 +8,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from moe_coverage_plugin import CoverageError
+from moe_coverage_plugin.calibration.calibration_set import check_batches, data_hash
 from moe_coverage_plugin.calibration.next_token import next_tokens
-from moe_coverage_plugin.calibration.token_mask import TokenMask, check_batches, data_hash
 from tests.calibration.brute_force import assert_scores, expected, observe, open_stock, save_float64
 from tests.tiny import VOCAB
 
@@ -105,26 +105,6 @@ def test_a_user_defined_loader_that_shuffles(source, texts, unpadded, batch_size
     samples = padded(texts, "right")
     loader = DataLoader(samples, batch_size=batch_size, shuffle=True, collate_fn=collate)
     assert_scores(observe(source, loader), unpadded)
-
-
-def test_a_sample_with_changed_padding_is_an_error():
-    ids = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 4]])
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    token_mask = TokenMask([{"input_ids": ids, "attention_mask": mask}])
-    with pytest.raises(CoverageError, match=r"1 samples of calibration batch 3 .* do not shuffle"):
-        token_mask.on_embedding(3, torch.nn.Identity(), (torch.tensor([[5, 6, PAD], [7, 8, 9]])[:1],))
-
-
-def test_masks_are_found_by_sample():
-    ids = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 4]])
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    token_mask = TokenMask([{"input_ids": ids, "attention_mask": mask}])
-    token_mask.on_embedding(0, torch.nn.Identity(), (ids.flip(0),))
-    token_mask.on_embedding(1, torch.nn.Identity(), (ids[1:],))
-    found = token_mask.of(0, 8)
-    assert found is not None
-    assert found.tolist() == [True] * 4 + [True, True, False, False]
-    assert token_mask.of(1, 4) is None or bool(token_mask.of(1, 4).all())
 
 
 def test_data_hash_depends_on_samples_but_not_on_their_order():

@@ -1,0 +1,246 @@
+"""A pass that takes all batches through one decoder layer after the other.
+
+What an observer collects of a layer can be large, such as a matrix for every expert. In this pass it exists for one
+layer at a time, and a layer can be changed before the next one sees its output. The toolkit's sequential pipeline does
+the same for any traced model, but it traces the model, keeps activations in CPU memory and runs every layer twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from compressed_tensors.offload import get_execution_device
+from llmcompressor.utils.helpers import disable_cache, disable_lm_head, eval_context
+from torch import Tensor
+from torch.nn import Module
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.calibration.next_token import model_inputs
+from moe_coverage_plugin.calibration.observation import Batch, decoder_layers
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
+from moe_coverage_plugin.modeling.moe_layers import MoELayer
+
+# of the free memory of a device, the part that hidden states may take; layers need the rest
+SHARE_OF_STATES = 0.5
+# every fourth sample is held back; a calibration set of fewer samples is divided into this many parts of each sample
+HELD_BACK, PARTS = 4, 8
+# of the norm of hidden states: far above the rounding of bfloat16 sums in another order, far below a wrong argument
+TOLERANCE = 0.05
+
+
+class CurrentBatch(NamedTuple):
+    """The batch that a layer computes.
+
+    Attributes:
+        real_T: bool, tokens that are not padding; ``None``: all.
+        held_T: bool, tokens on which what was fitted to the others is tested.
+    """
+
+    real_T: Tensor | None
+    held_T: Tensor
+
+
+class Visitor(Protocol):
+    """What is done with each MoE layer."""
+
+    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
+        """See the values inside the experts of a layer for one batch."""
+        ...
+
+    def end_layer(self, layer: MoELayer) -> bool:
+        """Act after all batches have passed a layer.
+
+        Returns:
+            Whether the layer has changed, so that its outputs must be computed again.
+        """
+        ...
+
+
+class _Call(NamedTuple):
+    """Arguments of a decoder layer besides the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@torch.no_grad()
+def visit_layers(
+    model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch], visitor: Visitor, title: str
+) -> None:
+    """Take all batches through the decoder layers, one layer after the other.
+
+    Args:
+        model: its weights are unchanged, unless the visitor changes them.
+        layers: the MoE layers to visit.
+        batches: the calibration set.
+        visitor: sees the values inside the experts of each layer, and may change the layer.
+        title: of the progress bar.
+
+    Raises:
+        CoverageError: the model's decoder layers cannot be called one by one.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(fast_compute_dtype(model))
+        stack.enter_context(disable_cache(model))
+        stack.enter_context(eval_context(model))
+        stack.enter_context(disable_lm_head(model))
+        states = _States(model, layers, batches)
+        bar = stack.enter_context(tqdm(total=len(states.decoder_layers), desc=title, unit="layer"))
+        for decoder_layer in states.decoder_layers:
+            changed = False
+            inside = {id(module) for module in decoder_layer.modules()}
+            with ExitStack() as observed:
+                here = [layer for layer in layers if id(layer.moe) in inside]
+                for layer in here:
+                    observed.enter_context(
+                        grouped_experts(layer, _observer(visitor, layer, states), states.real_tokens)
+                    )
+                # of a layer that changes, these outputs are not needed
+                outputs = states.through(decoder_layer)
+            for layer in here:
+                changed |= visitor.end_layer(layer)
+            if changed:
+                del outputs
+                outputs = states.through(decoder_layer)
+            states.advance(outputs)
+            bar.update()
+
+
+def _observer(visitor: Visitor, layer: MoELayer, states: _States) -> Callable[[ExpertTrace], None]:
+    return lambda trace: visitor.observe(layer, trace, states.current)
+
+
+class _States:
+    """The hidden states of all batches before one decoder layer."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch]):
+        candidates = decoder_layers(model, layers)
+        self.decoder_layers, tuples, expected = _order(model, candidates, batches[0])
+        self._batches = [_current(index, batch, batches) for index, batch in enumerate(batches)]
+        self._calls: list[dict[int, _Call]] = []
+        self.current = self._batches[0]
+        hidden = []
+        for batch in batches:
+            state, calls = _first_state(model, self.decoder_layers, tuples, batch)
+            hidden.append(state)
+            self._calls.append(calls)
+        self._store = _store_device(hidden)
+        self._hidden = [each.to(self._store) for each in hidden]
+        self._check(model, expected)
+
+    def _check(self, model: PreTrainedModel, expected: Tensor) -> None:
+        """Compare layer by layer with the model's own forward, on the first batch."""
+        state = self._hidden[0]
+        for layer in self.decoder_layers:
+            state = self._call(layer, 0, state)
+        difference = float((state.double() - expected.to(state.device).double()).norm())
+        # observers name the expert if hidden states are not finite
+        if bool(torch.isfinite(expected).all()) and not difference <= TOLERANCE * float(expected.double().norm()):
+            raise CoverageError(
+                f"the decoder layers of {type(model).__name__}, called one by one, differ from the model by "
+                f"{difference / float(expected.double().norm()):.0%}, above {TOLERANCE:.0%}: choose "
+                "channel_metric='fisher' and reconstruct=False"
+            )
+
+    def real_tokens(self, _tokens: int) -> Tensor | None:
+        """The mask of the current batch."""
+        return self.current.real_T
+
+    def through(self, layer: Module) -> list[Tensor]:
+        """The outputs of a decoder layer for all batches."""
+        return [self._call(layer, index, hidden).to(self._store) for index, hidden in enumerate(self._hidden)]
+
+    def advance(self, outputs: list[Tensor]) -> None:
+        """Continue behind the layer."""
+        self._hidden = outputs
+
+    def _call(self, layer: Module, index: int, hidden: Tensor) -> Tensor:
+        self.current = self._batches[index]
+        call = self._calls[index][id(layer)]
+        device = get_execution_device(layer)
+        output = layer(hidden.to(device), *call.args, **call.kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _current(index: int, batch: Batch, batches: Sequence[Batch]) -> CurrentBatch:
+    mask_BS = batch.get("attention_mask")
+    samples, length = batch["input_ids"].shape
+    parts_BS = torch.arange(samples)[:, None] + sum(len(each["input_ids"]) for each in batches[:index])
+    if sum(len(each["input_ids"]) for each in batches) < PARTS:
+        parts_BS = torch.arange(length) * PARTS // length
+    held_T = (parts_BS % HELD_BACK == HELD_BACK - 1).expand(samples, length).flatten()
+    real_T = None if mask_BS is None or bool(mask_BS.all()) else mask_BS.bool().flatten()
+    return CurrentBatch(real_T, held_T)
+
+
+def _order(
+    model: PreTrainedModel, candidates: Sequence[Module], batch: Batch
+) -> tuple[list[Module], dict[int, int], Tensor]:
+    """Run one batch: the decoder layers in the order of their calls, their output forms, and the last output.
+
+    The form is the length of the tuple that a layer returns, 0 if it returns a tensor.
+    """
+    order: list[Module] = []
+    tuples: dict[int, int] = {}
+    last: list[Tensor] = []
+
+    def record(module: Module, _args: Any, output: Any) -> None:
+        order.append(module)
+        tuples[id(module)] = len(output) if isinstance(output, tuple) else 0
+        last[:] = [output[0] if isinstance(output, tuple) else output]
+
+    with ExitStack() as stack:
+        for layer in candidates:
+            stack.callback(layer.register_forward_hook(record).remove)
+        model(**model_inputs(model, batch))
+    if sorted(map(id, order)) != sorted(map(id, candidates)):
+        raise CoverageError(
+            f"{type(model).__name__} calls its {len(candidates)} decoder layers {len(order)} times, but each must be "
+            "called once: choose channel_metric='fisher' and reconstruct=False"
+        )
+    return order, tuples, last[0]
+
+
+def _first_state(
+    model: PreTrainedModel, layers: Sequence[Module], tuples: Mapping[int, int], batch: Batch
+) -> tuple[Tensor, dict[int, _Call]]:
+    """The input of the first decoder layer, and the other arguments of all: no decoder layer computes anything."""
+    calls: dict[int, _Call] = {}
+    first: list[Tensor] = []
+
+    def stub(layer: Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                hidden, *others = args
+            else:
+                hidden, others = kwargs["hidden_states"], []
+            kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            calls[id(layer)] = _Call(tuple(others), kwargs)
+            first.append(hidden)
+            length = tuples[id(layer)]
+            return (hidden, *[None] * (length - 1)) if length else hidden
+
+        return forward
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced_forward(layer, stub(layer)))
+        model(**model_inputs(model, batch))
+    return first[0], calls
+
+
+def _store_device(hidden: Sequence[Tensor]) -> torch.device:
+    """The device of the hidden states: that of the model if there is room, otherwise the CPU."""
+    device = hidden[0].device
+    if device.type != "cuda":
+        return device
+    # those before a layer and those behind it exist at the same time
+    needed = 2 * sum(each.nbytes for each in hidden)
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if needed <= SHARE_OF_STATES * (free + sum(each.nbytes for each in hidden)) else torch.device("cpu")
