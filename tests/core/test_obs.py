@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_coverage_plugin.core.obs import interaction_terms, obs_scores
+from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.core.reconstruction import RIDGE
 
 H, T = 3, 12
@@ -29,13 +29,27 @@ class Expert:
         mixing_II = torch.eye(channels, dtype=torch.float64) + 0.7 * randn(channels, channels)
         self.a_MI = randn(tokens, channels) @ mixing_II
         self.routing_weight_M = torch.rand(tokens, dtype=torch.float64, generator=generator)
-        self.output_grad_NH = randn(tokens, H)
+        self.output_grad_MH = randn(tokens, H)
 
     @property
     def terms(self) -> tuple[Tensor, Tensor]:
-        """Gram matrix ``G`` without ridge, and curvature ``D``."""
-        gram_II, curvature_II = interaction_terms(self.a_MI, self.routing_weight_M, self.output_grad_NH @ self.down_HI)
+        """Gram matrix ``G`` without ridge, and curvature ``D``, each as a sum over tokens."""
+        gram_II = torch.zeros(self.a_MI.shape[1], self.a_MI.shape[1], dtype=torch.float64)
+        curvature_II = torch.zeros_like(gram_II)
+        for g, a_I, d_I in zip(self.routing_weight_M, self.a_MI, self.gradients, strict=True):
+            gram_II += g**2 * torch.outer(a_I, a_I)
+            curvature_II += torch.outer(d_I, d_I)
         return gram_II / len(self.a_MI), curvature_II
+
+    @property
+    def gradients(self) -> Tensor:
+        """``d``, the gradients at the activations."""
+        return self.output_grad_MH @ self.down_HI
+
+    @property
+    def moments(self) -> Tensor:
+        """``Q``, the second moments of the gradients at the output."""
+        return torch.stack([torch.outer(grad_H, grad_H) for grad_H in self.output_grad_MH]).sum(0)
 
     def stacked_rows(self, ridge: float) -> Tensor:
         """Rows whose Gram matrix is ``G`` with ridge: weighted activations, then rows of the ridge."""
@@ -60,7 +74,7 @@ def rise(expert: Expert, rows_RI: Tensor, down_HN: Tensor, kept: list[int], chan
     output_RH = rows_RI[:, [channel]] @ down_HN[:, [kept.index(channel)]].T
     fitted_NH = torch.linalg.lstsq(rows_RI[:, others], output_RH, driver="gelsd").solution
     error_RH = output_RH - rows_RI[:, others] @ fitted_NH
-    return float((error_RH @ expert.output_grad_NH.T).square().sum())
+    return float((error_RH @ expert.output_grad_MH.T).square().sum())
 
 
 def from_scratch(expert: Expert, ridge: float) -> tuple[list[int], list[float]]:
@@ -177,19 +191,9 @@ def test_last_score_of_many_channels_is_exact():
     gram_II.diagonal().add_(RIDGE * gram_II.diagonal().mean())
     # its column is fitted to the output of the unpruned expert
     column_H = expert.down_HI @ gram_II[:, last] / gram_II[last, last]
-    cost = (expert.output_grad_NH @ column_H).square().sum() * gram_II[last, last]
+    cost = (expert.output_grad_MH @ column_H).square().sum() * gram_II[last, last]
     torch.testing.assert_close(scores_I[last], cost, rtol=1e-9, atol=0)
     assert scores_I.argsort()[0] == (curvature_II.diagonal() / torch.linalg.inv(gram_II).diagonal()).argmin()
-
-
-def test_terms_add_over_batches_and_are_at_least_float32():
-    expert = Expert(5, T, 0)
-    values = (expert.a_MI, expert.routing_weight_M, expert.output_grad_NH @ expert.down_HI)
-    halves = [interaction_terms(*(value[part] for value in values)) for part in (slice(0, 5), slice(5, None))]
-    for first, second, complete in zip(*halves, interaction_terms(*values), strict=True):
-        torch.testing.assert_close(first + second, complete)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert all(term.dtype == torch.float32 for term in interaction_terms(*(value.to(dtype) for value in values)))
 
 
 def test_inputs_are_not_modified():
@@ -198,3 +202,75 @@ def test_inputs_are_not_modified():
     obs_scores(gram_II[None], curvature_II[None])
     assert torch.equal(gram_II, before[0])
     assert torch.equal(curvature_II, before[1])
+
+
+# --- curvature from what the experts of a layer share
+
+
+@given(**shapes)
+def test_pooled_curvature_of_a_single_expert_is_exact(channels: int, tokens: int, seed: int):
+    """If no other expert adds to the moments, nothing is estimated."""
+    expert = Expert(channels, tokens, seed)
+    curvature_II = expert.terms[1]
+    found_II = pooled_curvature(expert.down_HI, expert.moments, curvature_II.diagonal())
+    torch.testing.assert_close(found_II, curvature_II, rtol=1e-9, atol=1e-12)
+
+
+def test_pooled_curvature_is_exact_if_all_experts_have_the_same_gradients():
+    """The moments are then those of each expert times one factor, which the diagonal removes."""
+    expert, pooled_HH = Expert(5, T, 0), 7 * Expert(5, T, 0).moments
+    curvature_II = expert.terms[1]
+    found_II = pooled_curvature(expert.down_HI, pooled_HH, curvature_II.diagonal())
+    torch.testing.assert_close(found_II, curvature_II, rtol=1e-9, atol=1e-12)
+
+
+@given(**shapes, others=st.integers(0, 3), factor=st.sampled_from([1e-9, 0.3, 1e9]))
+def test_pooled_curvature_is_a_curvature_with_the_known_diagonal(
+    channels: int, tokens: int, seed: int, others: int, factor: float
+):
+    """Symmetric, positive semidefinite, with the diagonal of ``D``, and independent of the scale of the moments."""
+    expert = Expert(channels, tokens, seed)
+    # the expert itself is one of them
+    pooled_HH = torch.stack([Expert(channels, tokens, seed + other).moments for other in range(others + 1)]).sum(0)
+    diagonal_I = expert.terms[1].diagonal()
+    found_II = pooled_curvature(expert.down_HI, pooled_HH, diagonal_I)
+    torch.testing.assert_close(found_II.diagonal(), diagonal_I, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found_II, found_II.T, rtol=1e-12, atol=1e-12 * float(diagonal_I.max()))
+    assert float(torch.linalg.eigvalsh(found_II).min()) > -1e-9 * float(diagonal_I.sum())
+    again_II = pooled_curvature(expert.down_HI, factor * pooled_HH, diagonal_I)
+    torch.testing.assert_close(again_II, found_II, rtol=1e-9, atol=1e-12 * float(diagonal_I.max()))
+
+
+def test_pooled_curvature_of_channels_without_gradient_is_zero():
+    """A column of zeros, no known gradient, and an expert of a layer without any gradient."""
+    expert = Expert(4, T, 0)
+    expert.down_HI[:, 1] = 0.0
+    diagonal_I = expert.terms[1].diagonal().clone()
+    diagonal_I[3] = 0.0
+    found_II = pooled_curvature(expert.down_HI, expert.moments, diagonal_I)
+    assert bool(found_II.isfinite().all())
+    assert not found_II[[1, 3]].any()
+    assert not found_II[:, [1, 3]].any()
+    torch.testing.assert_close(found_II.diagonal(), diagonal_I, rtol=1e-9, atol=0)
+    without_II = pooled_curvature(expert.down_HI, torch.zeros_like(expert.moments), diagonal_I)
+    assert torch.equal(without_II, torch.zeros_like(without_II))
+
+
+def test_pooled_curvature_passes_nan_on():
+    """Planners stop at scores that are not finite, so they must not become zeros here."""
+    expert = Expert(4, T, 0)
+    diagonal_I = expert.terms[1].diagonal().clone()
+    diagonal_I[2] = torch.nan
+    assert bool(pooled_curvature(expert.down_HI, expert.moments, diagonal_I)[2].isnan().all())
+    moments_HH = torch.full_like(expert.moments, torch.nan)
+    assert bool(pooled_curvature(expert.down_HI, moments_HH, expert.terms[1].diagonal()).isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_pooled_curvature_is_at_least_float32(dtype: torch.dtype):
+    expert = Expert(5, T, 0)
+    expert.down_HI = expert.down_HI.to(dtype).double()
+    curvature_II = expert.terms[1]
+    found_II = pooled_curvature(expert.down_HI.to(dtype), expert.moments, curvature_II.diagonal())
+    assert found_II.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found_II.double(), curvature_II, rtol=1e-4, atol=1e-4)

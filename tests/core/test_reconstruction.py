@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import gram, reconstruct_down
+from moe_coverage_plugin.core.reconstruction import RIDGES, choose_ridge, gram, reconstruct_down
 
 H, I, T = 5, 8, 40  # noqa: E741 - the axis letters
 
@@ -98,3 +100,104 @@ def test_gram_adds_over_batches():
     _, a_TI, routing_weight_T = expert(0)
     parts = gram(a_TI[:7], routing_weight_T[:7]) + gram(a_TI[7:], routing_weight_T[7:])
     torch.testing.assert_close(parts, gram(a_TI, routing_weight_T))
+
+
+# --- the ridge, chosen by held-back tokens
+
+kept_sets = st.sets(st.integers(0, I - 1), min_size=1, max_size=I - 1)
+token_counts = st.integers(1, T)
+
+
+class Case:
+    """An expert, the tokens that are fitted and those that are held back."""
+
+    def __init__(self, seed: int, fitted: int, held: int):
+        self.down_HI, a_TI, routing_weight_T = expert(seed, fitted + held)
+        self.fitted, self.held = zip(a_TI.split([fitted, held]), routing_weight_T.split([fitted, held]), strict=True)
+
+    def chosen(self, kept_N: Tensor, factor: float = 1.0) -> float:
+        fitted_II, held_II = (factor * gram(*tokens) for tokens in (self.fitted, self.held))
+        return choose_ridge(self.down_HI, fitted_II, held_II, kept_N)
+
+    def held_error(self, kept_N: Tensor, ridge: float) -> float:
+        """The sum over held-back tokens of the squared error of the columns that are fitted to the others."""
+        down_HN = reconstruct_down(self.down_HI, gram(*self.fitted), kept_N, ridge)
+        error = 0.0
+        for a_I, routing_weight in zip(*self.held, strict=True):
+            rest_H = routing_weight * (self.down_HI @ a_I - down_HN @ a_I[kept_N])
+            error += float(rest_H.square().sum())
+        return error
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), kept_sets, token_counts, token_counts)
+def test_chosen_ridge_has_the_least_error_on_held_back_tokens(seed: int, kept: set[int], fitted: int, held: int):
+    """Compared with the sum over held-back tokens for each ridge; no fit is one of them, so none is worse than it."""
+    case, kept_N = Case(seed, fitted, held), torch.tensor(sorted(kept))
+    errors = {ridge: case.held_error(kept_N, ridge) for ridge in RIDGES}
+    chosen = case.chosen(kept_N)
+    assert chosen in RIDGES
+    assert errors[chosen] == pytest.approx(min(errors.values()), rel=1e-9)
+    assert errors[chosen] <= errors[math.inf]
+
+
+def test_each_ridge_is_chosen_for_some_expert():
+    """The property above would also hold for a list of one ridge that is never the best."""
+    chosen = {Case(seed, 1 + seed % 12, 40).chosen(torch.tensor([0, 2, 3, 6])) for seed in range(300)}
+    assert chosen == set(RIDGES)
+
+
+def test_tokens_that_are_held_back_and_fitted_choose_the_least_ridge():
+    case = Case(0, 30, 10)
+    case.held = case.fitted
+    assert case.chosen(torch.tensor([0, 2, 3, 6])) == min(RIDGES)
+
+
+def test_no_fit_if_held_back_tokens_are_unrelated():
+    """Kept and pruned channels agree on the tokens that are fitted, and are opposite on those held back."""
+    case, kept_N = Case(0, 30, 10), torch.tensor([0, 1, 2, 3])
+    for (a_TI, _), sign in ((case.fitted, 1), (case.held, -1)):
+        a_TI[:, 4:] = sign * a_TI[:, :4]
+    assert case.chosen(kept_N) == math.inf
+    case.held[0][:, 4:] *= -1
+    assert case.chosen(kept_N) < math.inf
+
+
+@pytest.mark.parametrize(("fitted", "held"), [(0, 10), (10, 0), (0, 0)])
+def test_no_fit_without_tokens_on_both_sides(fitted: int, held: int):
+    assert Case(0, fitted, held).chosen(torch.tensor([0, 2])) == math.inf
+
+
+@pytest.mark.parametrize("kept", [list(range(I)), []])
+def test_no_fit_if_all_or_no_channels_are_kept(kept: list[int]):
+    assert Case(0, 30, 10).chosen(torch.tensor(kept, dtype=torch.int64)) == math.inf
+
+
+@pytest.mark.parametrize("side", ["fitted", "held"])
+def test_no_fit_if_kept_channels_are_never_active_on_one_side(side: str):
+    case = Case(0, 30, 10)
+    getattr(case, side)[0][:, [0, 2]] = 0.0
+    assert case.chosen(torch.tensor([0, 2])) == math.inf
+
+
+@given(st.integers(0, 200), st.sampled_from([2.0**-40, 1e-6, 1e9]))
+def test_the_ridge_does_not_depend_on_the_scale_of_activations_or_weights(seed: int, factor: float):
+    case, kept_N = Case(seed, 1 + seed % 12, 10), torch.tensor([0, 2, 3, 6])
+    expected = case.chosen(kept_N)
+    assert case.chosen(kept_N, factor) == expected
+    case.down_HI *= factor
+    assert case.chosen(kept_N) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_ridge_of_weights_in_16_bits(dtype: torch.dtype):
+    case, kept_N = Case(0, 30, 10), torch.tensor([0, 2, 3, 6])
+    case.down_HI = case.down_HI.to(dtype)
+    rounded = case.chosen(kept_N)
+    case.down_HI = case.down_HI.double()
+    assert rounded == case.chosen(kept_N) < math.inf
+
+
+def test_no_fit_is_the_old_columns():
+    case, kept_N = Case(0, 30, 10), torch.tensor([0, 2, 3, 6])
+    assert torch.equal(reconstruct_down(case.down_HI, gram(*case.fitted), kept_N, math.inf), case.down_HI[:, kept_N])
