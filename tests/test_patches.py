@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 from importlib.util import find_spec
 from inspect import getsource
@@ -31,6 +32,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.transformers.compression import compressed_tensors_utils as toolkit_saving
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.quantizers.auto import AutoHfQuantizer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -175,6 +177,20 @@ def test_saving_copies_layers_that_predict_several_tokens() -> None:
 def test_saving_needs_the_source(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Repo id must be in the form"):
         toolkit_saving.infer_recipe_from_model_path(str(tmp_path / "gone"))
+
+
+def test_classes_of_experts_cannot_be_pickled() -> None:
+    made = LinearExperts2D.get_linear_experts_cls(OlmoeExperts)
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(made)
+
+
+def test_each_save_adds_a_hook_that_decompresses() -> None:
+    model = torch.nn.Linear(1, 1)
+    for _ in range(2):
+        ModelCompressor().add_decompress_hook(model)
+    ModelCompressor().remove_decompression_hook(model)
+    assert len(model._forward_pre_hooks) == 1
 
 
 def test_the_recipe_is_that_of_the_session() -> None:

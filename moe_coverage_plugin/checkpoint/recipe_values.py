@@ -1,12 +1,16 @@
-"""Writes ``recipe.yaml`` so that llm-compressor can read it."""
+"""Writes the ``recipe.yaml`` of a model so that llm-compressor can read it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml
+from llmcompressor.core import active_session
+from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
+from transformers import PreTrainedModel
 
 TAG = "tag:yaml.org,2002:python/"
 
@@ -35,6 +39,46 @@ def _value(loader: _Values, suffix: str, node: yaml.Node) -> Any:
 
 
 _Values.add_multi_constructor(TAG, _value)
+
+
+def recipe_of_run(model: PreTrainedModel) -> str:
+    """Return the recipe of the current or last run of ``oneshot``, if that has or had this model; otherwise nothing.
+
+    It begins with the recipe in the directory that the model was opened from.
+    """
+    session = active_session()
+    if session.state is None or session.state.model is not model:
+        return ""
+    earlier = _beside(model)
+    return session.lifecycle.recipe.yaml(existing_recipe_path=str(earlier) if earlier.is_file() else None)
+
+
+def keep_recipe(model: PreTrainedModel, recipe: str, directory: Path) -> str:
+    """Write the recipe of a model that is saved.
+
+    Args:
+        model: that is saved.
+        recipe: kept with the model; empty if none was kept.
+        directory: where llm-compressor wrote the recipe of its last run, even if that was for another model.
+
+    Returns:
+        The recipe to keep.
+    """
+    file, earlier = directory / RECIPE_FILE_NAME, _beside(model)
+    # patch: recipe-of-last-run
+    if not recipe_of_run(model):
+        if recipe:
+            file.write_text(recipe, encoding="utf-8")
+        elif earlier.is_file():
+            shutil.copyfile(earlier, file)
+    if not file.is_file():
+        return recipe
+    write_values(file)
+    return file.read_text(encoding="utf-8")
+
+
+def _beside(model: PreTrainedModel) -> Path:
+    return Path(model.name_or_path or "") / RECIPE_FILE_NAME
 
 
 def write_values(recipe: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,9 +16,7 @@ import torch
 from compressed_tensors.distributed import is_source_process
 from compressed_tensors.offload import disable_onloading, get_offloaded_device
 from compressed_tensors.quantization.utils import is_module_quantized
-from llmcompressor.core import active_session
 from llmcompressor.transformers.compression import compressed_tensors_utils
-from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
@@ -29,7 +26,8 @@ from moe_coverage_plugin.checkpoint.expert_names import keep_family_names, store
 from moe_coverage_plugin.checkpoint.left_out import LEFT_OUT_KEY, find_left_out
 from moe_coverage_plugin.checkpoint.model_card import write_card
 from moe_coverage_plugin.checkpoint.origin import Origin
-from moe_coverage_plugin.checkpoint.recipe_values import write_values
+from moe_coverage_plugin.checkpoint.pickling import make_picklable, one_decompress_hook
+from moe_coverage_plugin.checkpoint.recipe_values import keep_recipe, recipe_of_run
 from moe_coverage_plugin.checkpoint.saved_config import write_config
 from moe_coverage_plugin.checkpoint.scheme_checks import check_rotations, check_schemes
 from moe_coverage_plugin.checkpoint.staging import check_output, staged
@@ -54,6 +52,7 @@ class PruningRecord:
         report: figures of the pruning, for the report file.
         companions: functions that write further files, such as a tokenizer, into the directory they are given.
         origin: what the model card takes from the card of the base model.
+        recipe: text of ``recipe.yaml``; empty if it is that of the run or of the directory the model is from.
     """
 
     layout: Layout
@@ -63,6 +62,7 @@ class PruningRecord:
     report: dict[str, Any] = field(default_factory=dict)
     companions: list[Callable[[Path], None]] = field(default_factory=list)
     origin: Origin = field(default_factory=Origin)
+    recipe: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningRecord:
         """Copy what is added to when the copied model is changed; scores and pictures are shared."""
@@ -75,7 +75,7 @@ class PruningRecord:
 
 
 def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
-    """Make ``model.save_pretrained`` write pruned checkpoints, also for copies of the model.
+    """Make ``model.save_pretrained`` write pruned checkpoints, also for copies of the model, pickled ones included.
 
     The directory appears under its name when everything is in it: files are written into a hidden directory beside it,
     which then takes its place.
@@ -85,10 +85,12 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
         record: a model that is pruned again keeps the newest record only.
     """
     keep_family_names(model)
+    record.recipe = record.recipe or recipe_of_run(model)
     # the toolkit's method is bound to this object, and would save it for every copy; binding.py makes one for each
     vars(model).pop(METHOD, None)
     vars(model)[RECORD] = record
     bind(type(model), _save)
+    make_picklable(model, _save)
 
 
 def record_of(model: PreTrainedModel) -> PruningRecord:
@@ -134,7 +136,7 @@ def _save(
         kwargs.setdefault("max_shard_size", largest_layer_bytes(model))
     writes = is_main_process and is_source_process()
     with staged(target, writes) as staging:
-        with _without_steps_of_toolkit():
+        with _without_steps_of_toolkit(), one_decompress_hook(model):
             toolkit_save(str(staging), is_main_process=is_main_process, **kwargs)
         if writes:
             _add_companions(model, record, manifest, quantized, target.absolute(), staging)
@@ -215,7 +217,7 @@ def _add_companions(
             f"Not saved: {left_out}. transformers does not load them, and the config says that there are none"
         )
     write_config(model, directory)
-    _keep_recipe(model, directory)
+    record.recipe = keep_recipe(model, record.recipe, directory)
     (directory / REPORT_NAME).write_text(json.dumps(record.report, indent=1))
     for write_companion in record.companions:
         write_companion(directory)
@@ -225,16 +227,6 @@ def _add_companions(
     write_card(directory, target.name, manifest, record.report, record.origin, quantized, stock, tokenizer)
     # last, because a directory without the entry is not opened as a checkpoint
     write_entry(directory, manifest, quantized, single_experts)
-
-
-def _keep_recipe(model: PreTrainedModel, directory: Path) -> None:
-    # the toolkit writes the recipe of its last run, even if that run was for another model
-    source = Path(model.name_or_path or "") / RECIPE_FILE_NAME
-    # patch: recipe-of-last-run
-    if active_session().state.model is not model and source.is_file():
-        shutil.copyfile(source, directory / RECIPE_FILE_NAME)
-    if (directory / RECIPE_FILE_NAME).is_file():
-        write_values(directory / RECIPE_FILE_NAME)
 
 
 def _on_disk(model: torch.nn.Module) -> bool:

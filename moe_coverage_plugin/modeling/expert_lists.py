@@ -48,6 +48,8 @@ class ListedExperts(LinearExperts2D):
 
     is_concatenated, is_transposed, has_bias, has_gate = True, False, False, True
     _apply_gate = _default_apply_gate  # pyright: ignore[reportAssignmentType] - declared without self
+    # pickle looks up the method of an expert by the name of its function
+    _default_apply_gate = _default_apply_gate
 
     def __init__(self, mlps: ModuleList):
         """Take the experts of the list ``mlps``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from moe_coverage_plugin.calibration.provenance import environment
 from moe_coverage_plugin.checkpoint.origin import read_origin
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
+from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.scores import save_scores
 from moe_coverage_plugin.manifest import PICTURES_NAME, SCORES_NAME, Layout
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -50,13 +52,12 @@ def pruning_record(
     measured_on = attribution.provenance
     origin = read_origin(source)
     view = _view(plan, widths_LE, measured_on | {"recipe": recipe}, origin.name)
-    companions: list[Callable[[Path], None]] = [
-        lambda directory: save_scores(directory / SCORES_NAME, plan.scores, measured_on)
-    ]
+    # functions of modules, so that pickle takes them
+    companions: list[Callable[[Path], None]] = [partial(_save_scores, plan.scores, measured_on)]
     if (save_tokenizer := _tokenizer_of_run()) is not None:
         companions.append(save_tokenizer)
     if pictures:
-        companions.append(lambda directory: _draw(view, directory))
+        companions.append(partial(_draw, view))
     return PruningRecord(
         layout=layout,
         intermediate_size=view.intermediate_size,
@@ -71,7 +72,15 @@ def pruning_record(
 def _tokenizer_of_run() -> Callable[[Path], None] | None:
     run = running_oneshot()
     processor: Any = run.processor if run is not None else None
-    return None if processor is None else lambda directory: processor.save_pretrained(directory)
+    return None if processor is None else partial(_save_tokenizer, processor)
+
+
+def _save_tokenizer(processor: Any, directory: Path) -> None:
+    processor.save_pretrained(directory)
+
+
+def _save_scores(scores: AttributionScores, measured_on: dict[str, Any], directory: Path) -> None:
+    save_scores(directory / SCORES_NAME, scores, measured_on)
 
 
 def _view(plan: WidthPlan, widths_LE: Tensor, provenance: dict[str, Any], model: str) -> PlanView:
