@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.manifest import CoverageError
 
 TOOLKIT = "llmcompressor"
@@ -29,11 +30,11 @@ def draws_by_vllm(engine: str) -> bool:
 def not_installed(package: str) -> str:
     """Return a message with the command that installs a package where it belongs."""
     if find_spec("vllm") is None:
-        return f'{package} is not installed here: pip install "moe-coverage-plugin[compress]"'
+        return f"{package} is not installed here: {how_to_install('compress')}"
     if package in COMPRESSING:
         return (
             f"{package} is not installed here, in vLLM's environment, and would replace packages that vLLM needs: "
-            "install it in an environment of its own, python -m venv compressing && compressing/bin/pip install "
-            '"moe-coverage-plugin[compress]"'
+            "install it in an environment of its own, python -m venv compressing && "
+            f"{how_to_install('compress', pip='compressing/bin/pip')}"
         )
     return f"{package} is not installed here: pip install {package}"

@@ -25,8 +25,8 @@ interrupted run, and adds tasks. lm-eval downloads data sets from the hub; JSON 
   --exact-match      {"question": "...", "answer": "... #### 18"}, generated as in GSM8K
 
 For other prompts, write task files in lm-eval's YAML format and give their directory by --include-path; those for JSON
-lines are in the package, in evaluation/templates. Install "moe-coverage-plugin[compress,eval]", or, in vLLM's
-environment, [serve,eval].
+lines are in the package, in evaluation/templates. This needs the extra eval, in the environment of llm-compressor or
+vLLM.
 """
 EVAL_EXAMPLES = """\
 examples:

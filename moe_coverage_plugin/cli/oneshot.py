@@ -11,6 +11,7 @@ import yaml
 
 from moe_coverage_plugin.cli.early import check_oneshot_text
 from moe_coverage_plugin.files.model_path import check_model
+from moe_coverage_plugin.installation import PLACE, install_command
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options.recipes import check_fields
 from moe_coverage_plugin.recipe_files import recipe_path
@@ -37,7 +38,7 @@ def run(arguments: Namespace) -> None:
     output = arguments.output
     print(f"Wrote {output}\n  moe-coverage inspect {output}    # widths, bytes, tensor-parallel degrees")
     print("To serve it, in an environment of its own, because vLLM needs other packages than llm-compressor:")
-    print('  python -m venv serving && serving/bin/pip install "moe-coverage-plugin[serve]"')
+    print(f"  python -m venv serving && {install_command('serve', pip='serving/bin/pip')}    # {PLACE}")
     print(f"  serving/bin/vllm serve {output}")
 
 

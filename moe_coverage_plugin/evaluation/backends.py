@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_coverage_plugin.files.tokenizer import has_tokenizer
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
 from moe_coverage_plugin.options import EvaluationOptions
 
@@ -26,8 +27,8 @@ def check_installed(backend: str) -> None:
     package, extra = NEEDS[backend]
     if find_spec(package) is None:
         raise CoverageError(
-            f"{package} is not installed here, and backend {backend} needs it: use an environment with "
-            f'"moe-coverage-plugin[{extra},eval]", which cannot be the same as that of the other backend'
+            f"{package} is not installed here, and backend {backend} needs it: use an environment of its own, which "
+            f"cannot be that of the other backend, and {how_to_install(extra, 'eval')}"
         )
 
 
@@ -42,7 +43,7 @@ def check_lm_eval() -> None:
         import lm_eval.tasks  # noqa: F401
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0].replace("_", "-")
-        raise CoverageError(f'{missing} is not installed here: pip install "moe-coverage-plugin[eval]"') from error
+        raise CoverageError(f"{missing} is not installed here: {how_to_install('eval')}") from error
 
 
 def check_tokenizer(directory: Path) -> None:

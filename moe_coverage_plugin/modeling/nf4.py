@@ -19,6 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils.import_utils import is_bitsandbytes_available
 
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, linears_that_must_stay
 
@@ -57,8 +58,7 @@ def check_config(config: object, path: Path, quantized: bool) -> None:
         )
     if not is_bitsandbytes_available():
         raise CoverageError(
-            "load_in_4bit=True needs bitsandbytes, which is missing here or too old: "
-            'pip install "moe-coverage-plugin[nf4]"'
+            f"load_in_4bit=True needs bitsandbytes, which is missing here or too old: {how_to_install('nf4')}"
         )
 
 

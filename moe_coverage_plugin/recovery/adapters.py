@@ -13,6 +13,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import (
     MoELayer,
@@ -92,7 +93,7 @@ def require_peft() -> None:
         import peft  # noqa: F401
     except ModuleNotFoundError as error:
         raise CoverageError(
-            'fine-tuning needs peft, which is not installed here: pip install "moe-coverage-plugin[finetune]"'
+            f"fine-tuning needs peft, which is not installed here: {how_to_install('finetune')}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.manifest import SCORES_NAME
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def test_compressing_without_the_toolkit(tmp_path: Path, beside_vllm: bool) -> N
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "moe-coverage oneshot needs llm-compressor: llmcompressor is not installed here" in line
-    advice = "in an environment of its own" if beside_vllm else 'pip install "moe-coverage-plugin[compress]"'
+    advice = "in an environment of its own" if beside_vllm else how_to_install("compress")
     assert advice in line
 
 
@@ -117,7 +118,7 @@ def test_ends_quietly_if_the_reader_ends(pruned: Path) -> None:
 def test_pictures_without_matplotlib(pruned: Path, tmp_path: Path) -> None:
     done = serving("inspect", pruned, "--pictures", tmp_path)
     assert done.returncode == 2
-    assert 'is not installed here: pip install "moe-coverage-plugin[compress]"' in done.stderr
+    assert f"is not installed here: {how_to_install('compress')}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.cli.evaluation import add_eval
 from moe_coverage_plugin.evaluation import backends, local_tasks
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.options import EvaluationOptions
 from tests.evaluation.questions import QUIZ, TEXT
 
@@ -116,7 +117,7 @@ doc_to_target: "{{{{answer}}}}"
         (("--fields", "question"), "'question' is not an assignment"),
         (("--fields", "question=query"), "is not a field of the given kinds of JSON lines"),
         (("--model-args", "max_model_len=64"), "arguments of vLLM's engine"),
-        (("--backend", "vllm"), 'backend vllm needs it: use an environment with "moe-coverage-plugin[serve,eval]"'),
+        (("--backend", "vllm"), "vllm is not installed here, and backend vllm needs it"),
         (("--backend", "vllm", "--device", "cuda"), "set CUDA_VISIBLE_DEVICES"),
         (("--compare", "none.json"), "none.json cannot be read"),
     ],
@@ -149,4 +150,4 @@ def test_missing_lm_eval_is_an_error(pruned, error_of, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     message = error_of(pruned, "--tasks", "arc_easy", "--output", tmp_path / "out.json")
-    assert message == 'moe-coverage: lm-eval is not installed here: pip install "moe-coverage-plugin[eval]"\n'
+    assert message == f"moe-coverage: lm-eval is not installed here: {how_to_install('eval')}\n"

@@ -9,6 +9,7 @@ import pytest
 
 from moe_coverage_plugin.cli import main
 from moe_coverage_plugin.cli.finetune import add_finetune
+from moe_coverage_plugin.installation import how_to_install
 from moe_coverage_plugin.recovery import RecoveryOptions
 from tests.recovery.cycles import FAST
 
@@ -28,8 +29,7 @@ def test_missing_peft_is_an_error(pruned, tmp_path, monkeypatch, capsys):
     status = main(["finetune", str(pruned), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")])
     assert status == 2
     assert capsys.readouterr().err == (
-        "moe-coverage: fine-tuning needs peft, which is not installed here: pip install "
-        '"moe-coverage-plugin[finetune]"\n'
+        f"moe-coverage: fine-tuning needs peft, which is not installed here: {how_to_install('finetune')}\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
