@@ -142,7 +142,8 @@ def _gauss_newton_step(
 
     residual_OH = backward(weight_M1 * (target_MH - a_MN @ columns_HN.T))
     norms_O = columns_HN.square().sum(0).repeat(parts)
-    diagonal = ((weight_M1 * slope_MO).square().sum(0) * norms_O).mean() * x_MH.square().mean()
+    squares_M1 = weight_M1.square() * x_MH.square().mean(-1, keepdim=True)
+    diagonal = ((squares_M1 * slope_MO.square()).sum(0) * norms_O).mean()
     change_OH, direction_OH = torch.zeros_like(residual_OH), residual_OH
     square = residual_OH.square().sum()
     for _ in range(STEPS):

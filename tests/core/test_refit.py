@@ -1,0 +1,356 @@
+"""The refit of all projections of an expert, compared with explicit Jacobians and sums over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moe_coverage_plugin.core import refit
+from moe_coverage_plugin.core.reconstruction import RIDGES
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, Tokens, refit_expert
+
+
+def swiglu(h_MO: Tensor) -> Tensor:
+    gate_MN, up_MN = h_MO.chunk(2, dim=-1)
+    return silu(gate_MN) * up_MN
+
+
+def relu_squared(h_MN: Tensor) -> Tensor:
+    return h_MN.relu().square()
+
+
+@dataclass
+class Expert:
+    """A pruned expert whose target is the output of the unpruned one, in float64; tokens alternate between sides."""
+
+    seed: int = 2
+    gated: bool = True
+    biased: bool = False
+    hidden: int = 5
+    channels: int = 7
+    kept: int = 4
+    fitted: int = 40
+    held: int = 20
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.act = swiglu if self.gated else relu_squared
+        rows = [self.randn(self.channels, self.hidden) for _ in range(1 + self.gated)]
+        biases = [self.randn(self.channels) if self.biased else None for _ in rows]
+        down_HI = self.randn(self.hidden, self.channels)
+        tokens = self.fitted + self.held
+        held_M = torch.randperm(tokens, generator=self.generator) < self.held
+        weight_M = torch.rand(tokens, dtype=torch.float64, generator=self.generator)
+        self.tokens = Tokens(self.randn(tokens, self.hidden), weight_M, held_M)
+        self.target_MH = outputs(self, rows, biases, down_HI)
+        self.rows = [each[: self.kept] for each in rows]
+        self.biases = [None if each is None else each[: self.kept] for each in biases]
+        self.down_HN = down_HI[:, : self.kept]
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=self.generator)
+
+    def refit(self) -> Refit | None:
+        return refit_expert(self.rows, self.biases, self.down_HN, self.target_MH, self.tokens, self.act)
+
+    def error(self, rows: list[Tensor], down_HN: Tensor, held: bool = True) -> float:
+        """The sum over the tokens of one side, one token at a time."""
+        output_MH = outputs(self, rows, self.biases, down_HN)
+        side = [index for index, flag in enumerate(self.tokens.held_M.tolist()) if flag == held]
+        left_MH = output_MH - self.target_MH
+        return sum(float((self.tokens.weight_M[index] * left_MH[index]).square().sum()) for index in side)
+
+    @property
+    def unfitted_error(self) -> float:
+        return self.error(self.rows, self.down_HN)
+
+
+def outputs(expert: Expert, rows: list[Tensor], biases: list[Tensor | None], down_HN: Tensor) -> Tensor:
+    """``[M, H]``, projection by projection."""
+    parts = [
+        expert.tokens.x_MH.to(row.dtype) @ row.T + (0.0 if bias is None else bias)
+        for row, bias in zip(rows, biases, strict=True)
+    ]
+    return expert.act(torch.cat(parts, dim=-1)) @ down_HN.T
+
+
+# --- better on held-back tokens, or nothing
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    gated=st.booleans(),
+    biased=st.booleans(),
+    hidden=st.integers(1, 7),
+    channels=st.integers(2, 9),
+    kept=st.integers(1, 8),
+    fitted=st.integers(FEWEST_TOKENS, 40),
+    held=st.integers(FEWEST_TOKENS, 20),
+)
+def test_held_back_tokens_are_never_worse(
+    seed: int, gated: bool, biased: bool, hidden: int, channels: int, kept: int, fitted: int, held: int
+):
+    expert = Expert(seed, gated, biased, hidden, channels, min(kept, channels - 1), fitted, held)
+    found = expert.refit()
+    if found is None:
+        return
+    assert [each.shape for each in found.rows] == [each.shape for each in expert.rows]
+    assert found.down_HN.shape == expert.down_HN.shape
+    assert expert.error(found.rows, found.down_HN) < expert.unfitted_error
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_most_pruned_experts_get_closer(gated: bool, biased: bool):
+    """The property above would also hold if nothing was ever fitted."""
+    experts = [Expert(seed, gated, biased, fitted=200, held=60) for seed in range(12)]
+    found = [(expert, fit) for expert in experts if (fit := expert.refit()) is not None]
+    assert len(found) >= 10
+    ratios = [expert.error(fit.rows, fit.down_HN) / expert.unfitted_error for expert, fit in found]
+    assert sorted(ratios)[len(ratios) // 2] < 0.8
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_target_that_other_rows_reach_is_almost_reached(gated: bool, biased: bool):
+    expert = Expert(1, gated, biased, hidden=6, kept=4, fitted=200, held=60)
+    near = [each + 0.05 * expert.randn(*each.shape) for each in expert.rows]
+    expert.target_MH = outputs(expert, near, expert.biases, expert.down_HN)
+    found = expert.refit()
+    assert found is not None
+    assert expert.error(found.rows, found.down_HN) < 0.05 * expert.unfitted_error
+
+
+def test_columns_are_solved_for_with_the_new_rows():
+    """They have the least error on all tokens, with a ridge that held-back tokens chose."""
+    expert = Expert(fitted=200, held=60)
+    found = expert.refit()
+    assert found is not None
+    identity_NN = torch.eye(expert.kept, dtype=torch.float64)
+    a_MN = expert.tokens.weight_M[:, None] * outputs(expert, found.rows, expert.biases, identity_NN)
+    left_MH = expert.tokens.weight_M[:, None] * expert.target_MH - a_MN @ expert.down_HN.T
+    gram_NN = a_MN.T @ a_MN
+    solutions = [
+        expert.down_HN
+        + torch.linalg.solve(gram_NN + ridge * gram_NN.diagonal().mean() * identity_NN, a_MN.T @ left_MH).T
+        for ridge in RIDGES[:-1]
+    ]
+    distances = [float((found.down_HN - each).abs().max()) for each in solutions]
+    assert min(distances) < 1e-9
+    both = [expert.error(found.rows, found.down_HN, held) for held in (True, False)]
+    assert sum(both) < sum(expert.error(found.rows, expert.down_HN, held) for held in (True, False))
+
+
+# --- nothing
+
+
+@pytest.mark.parametrize(("fitted", "held"), [(0, 40), (40, 0), (FEWEST_TOKENS - 1, 40), (40, FEWEST_TOKENS - 1)])
+def test_too_few_tokens_on_one_side(fitted: int, held: int):
+    assert Expert(fitted=fitted, held=held).refit() is None
+
+
+def test_the_fewest_tokens_that_are_enough():
+    """Otherwise the test above could pass for another reason."""
+    expert = Expert(kept=4, fitted=FEWEST_TOKENS, held=FEWEST_TOKENS)
+    expert.tokens = expert.tokens._replace(x_MH=expert.tokens.x_MH[:1].expand(2 * FEWEST_TOKENS, -1))
+    expert.target_MH = expert.target_MH[:1].expand(2 * FEWEST_TOKENS, -1)
+    assert expert.refit() is not None
+
+
+def test_a_target_that_is_reached_already():
+    expert = Expert()
+    expert.target_MH = outputs(expert, expert.rows, expert.biases, expert.down_HN)
+    assert expert.refit() is None
+
+
+def test_held_back_tokens_that_no_step_helps():
+    """Fitted tokens want another output for the inputs of which held-back tokens want to keep the old one."""
+    expert = Expert(fitted=40, held=40)
+    held_M = torch.arange(80) >= 40
+    expert.tokens = Tokens(expert.tokens.x_MH[:40].repeat(2, 1), expert.tokens.weight_M[:40].repeat(2), held_M)
+    reached_MH = outputs(expert, expert.rows, expert.biases, expert.down_HN)
+    expert.target_MH = torch.where(held_M[:, None], reached_MH, reached_MH + expert.randn(80, 5))
+    assert expert.refit() is None
+
+
+@pytest.mark.parametrize("what", ["target", "tokens"])
+def test_values_that_are_not_finite_change_nothing(what: str):
+    expert = Expert()
+    if what == "target":
+        expert.target_MH[3] = torch.nan
+    else:
+        expert.tokens.x_MH[3] = torch.inf
+    assert expert.refit() is None
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-200])
+def test_weights_that_are_too_small_for_a_direction(factor: float):
+    """Squares underflow, and 0 / 0 must not become NaN in the weights."""
+    expert = Expert()
+    expert.down_HN = factor * expert.down_HN
+    found = expert.refit()
+    assert found is None or all(bool(each.isfinite().all()) for each in (*found.rows, found.down_HN))
+
+
+# --- the direction
+
+
+def linearised(expert: Expert):
+    """The weighted output for the fitted tokens as a function of all rows, and what it should add."""
+    side_M = ~expert.tokens.held_M
+    weight_M1 = expert.tokens.weight_M[side_M, None]
+
+    def weighted(rows_OH: Tensor) -> Tensor:
+        rows = list(rows_OH.split(expert.kept))
+        return weight_M1 * outputs(expert, rows, expert.biases, expert.down_HN)[side_M]
+
+    rows_OH = torch.cat(expert.rows)
+    return weighted, rows_OH, weight_M1 * expert.target_MH[side_M] - weighted(rows_OH)
+
+
+def step(expert: Expert) -> Tensor:
+    side_M, tokens = ~expert.tokens.held_M, expert.tokens
+    problem = refit._Problem(tokens.x_MH[side_M], tokens.weight_M[side_M, None], expert.target_MH[side_M])
+    bias_O = torch.cat(
+        [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
+    )
+    return refit._gauss_newton_step(problem, torch.cat(expert.rows), bias_O, expert.down_HN, expert.act)
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{}, {"biased": True}, {"gated": False}, {"gated": False, "biased": True}, {"kept": 1}, {"hidden": 1, "kept": 2}],
+    ids=str,
+)
+
+
+@KINDS
+def test_first_step_equals_autograd(monkeypatch: pytest.MonkeyPatch, kind: dict):
+    """With ``q = J^T r`` the first step of conjugate gradients is ``q |q|^2 / |J q|^2``: both products are in it."""
+    monkeypatch.setattr(refit, "STEPS", 1)
+    monkeypatch.setattr(refit, "DAMPING", 0.0)
+    expert = Expert(**kind)
+    weighted, rows_OH, left_MH = linearised(expert)
+    _, gradient_OH = torch.autograd.functional.vjp(weighted, rows_OH, left_MH)
+    _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, gradient_OH)
+    expected_OH = gradient_OH * gradient_OH.square().sum() / change_MH.square().sum()
+    torch.testing.assert_close(step(expert), expected_OH, rtol=1e-9, atol=1e-12)
+
+
+@KINDS
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_many_steps_equal_least_squares_of_the_jacobian(monkeypatch: pytest.MonkeyPatch, kind: dict, damping: float):
+    """With rows of the damping below the explicit Jacobian, ``mu`` relative to the mean of its squared columns."""
+    monkeypatch.setattr(refit, "STEPS", 400)
+    monkeypatch.setattr(refit, "DAMPING", damping)
+    expert = Expert(**kind)
+    weighted, rows_OH, left_MH = linearised(expert)
+    jacobian = torch.autograd.functional.jacobian(weighted, rows_OH).reshape(left_MH.numel(), rows_OH.numel())
+    strength = (damping * jacobian.square().sum(0).mean()).sqrt()
+    system = torch.cat([jacobian, strength * torch.eye(rows_OH.numel(), dtype=torch.float64)])
+    target = torch.cat([left_MH.flatten(), torch.zeros(rows_OH.numel(), dtype=torch.float64)])
+    expected = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution
+    torch.testing.assert_close(step(expert), expected.reshape(rows_OH.shape), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_each_step_of_conjugate_gradients_fits_the_linearised_output_better(
+    monkeypatch: pytest.MonkeyPatch, gated: bool
+):
+    monkeypatch.setattr(refit, "DAMPING", 0.0)
+    expert = Expert(gated=gated)
+    weighted, rows_OH, left_MH = linearised(expert)
+    errors = []
+    for steps in range(6):
+        monkeypatch.setattr(refit, "STEPS", steps)
+        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert))
+        errors.append(float((left_MH - change_MH).square().sum()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] == pytest.approx(float(left_MH.square().sum()))
+
+
+# --- what must not matter
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
+def test_dtypes_are_kept(weight: torch.dtype, tokens: torch.dtype):
+    """The fit is in float32 or wider, so rounding is that of the weights."""
+    expert = Expert(biased=True, fitted=200, held=60)
+    exact = expert.refit()
+    before = expert.unfitted_error
+    expert.rows = [each.to(weight) for each in expert.rows]
+    expert.biases = [None if each is None else each.to(weight) for each in expert.biases]
+    expert.down_HN, expert.target_MH = expert.down_HN.to(weight), expert.target_MH.to(tokens)
+    expert.tokens = Tokens(expert.tokens.x_MH.to(tokens), expert.tokens.weight_M.to(tokens), expert.tokens.held_M)
+    found = expert.refit()
+    assert exact is not None
+    assert found is not None
+    assert all(each.dtype == weight for each in (*found.rows, found.down_HN))
+    wide = Expert(biased=True, fitted=200, held=60)
+    error = wide.error([each.double() for each in found.rows], found.down_HN.double())
+    assert error == pytest.approx(wide.error(exact.rows, exact.down_HN), rel=0.05)
+    assert error < 0.9 * before
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_tokens_of_routing_weight_zero_do_not_matter(scale: float):
+    """Of any size, on both sides."""
+    expert = Expert(biased=True)
+    expected = expert.refit()
+    tokens, extra = expert.tokens, 30
+    expert.tokens = Tokens(
+        torch.cat([tokens.x_MH, scale * expert.randn(extra, expert.hidden)]),
+        torch.cat([tokens.weight_M, torch.zeros(extra, dtype=torch.float64)]),
+        torch.cat([tokens.held_M, torch.arange(extra) % 2 == 0]),
+    )
+    expert.target_MH = torch.cat([expert.target_MH, scale * expert.randn(extra, expert.hidden)])
+    assert_same(expert.refit(), expected)
+
+
+def test_the_order_of_tokens_does_not_matter():
+    expert = Expert(gated=False)
+    expected = expert.refit()
+    order_M = torch.randperm(len(expert.target_MH), generator=expert.generator)
+    expert.tokens = Tokens(*(each[order_M] for each in expert.tokens))
+    expert.target_MH = expert.target_MH[order_M]
+    assert_same(expert.refit(), expected)
+
+
+@given(seed=st.integers(0, 100), scale=st.sampled_from([2.0**-20, 2.0**20]))
+def test_the_scale_of_routing_weights_does_not_matter(seed: int, scale: float):
+    expert = Expert(seed)
+    expected = expert.refit()
+    expert.tokens = expert.tokens._replace(weight_M=scale * expert.tokens.weight_M)
+    assert_same(expert.refit(), expected)
+
+
+def test_inputs_are_not_modified():
+    expert, unchanged = Expert(biased=True), Expert(biased=True)
+    assert expert.refit() is not None
+    assert all(map(torch.equal, expert.rows, unchanged.rows))
+    assert all(map(torch.equal, expert.tokens, unchanged.tokens))
+    assert torch.equal(expert.down_HN, unchanged.down_HN)
+    assert torch.equal(expert.target_MH, unchanged.target_MH)
+
+
+def test_weights_that_require_gradients_get_results_without():
+    expert = Expert()
+    expert.rows = [each.requires_grad_() for each in expert.rows]
+    expert.down_HN = expert.down_HN.detach().requires_grad_()
+    found = expert.refit()
+    assert found is not None
+    assert not any(each.requires_grad for each in (*found.rows, found.down_HN))
+
+
+def assert_same(found: Refit | None, expected: Refit | None) -> None:
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        for one, other in zip((*found.rows, found.down_HN), (*expected.rows, expected.down_HN), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
