@@ -130,7 +130,7 @@ _SERVERS: list[Server] = []
 
 
 def start_server() -> None:
-    """Fork the server, if there is none; called when tests are collected."""
+    """Fork the server if there is none; when tests are collected, or for the first program of one run by hand."""
     if not _SERVERS:
         _SERVERS.append(Server())
 
@@ -151,6 +151,7 @@ def start(
         cwd: its working directory; by default that of the test.
         text: its standard input.
     """
+    start_server()
     environment = dict(os.environ if env is None else env)
     return _SERVERS[0].start([*map(str, arguments)], environment, cwd or Path.cwd(), text)
 

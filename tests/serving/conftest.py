@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 # engines of a test run in its own process, so that it can see errors and parameters; set before vLLM is imported
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import pytest
 import torch

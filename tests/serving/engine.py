@@ -5,9 +5,11 @@ python engine.py CHECKPOINTS.json    prints one JSON object a checkpoint: its lo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "disable_log_stats": True,
     "distributed_executor_backend": "uni",
+    # a cache of 1 GiB takes half a second to fill with zeros
+    "kv_cache_memory_bytes": 2**26,
 }
 
 
@@ -71,7 +75,7 @@ def open_engine(path: Path, **options: Any) -> Any:
     """A real ``vllm.LLM`` on a checkpoint, in its dtype."""
     from vllm import LLM
 
-    inspect_models_in_this_process()
+    prepare_process()
     own = {"trust_remote_code": has_own_code(path), "dtype": checkpoint_dtype(path)}
     if has_latent_attention(path) and not torch.cuda.is_available() and own["dtype"] == "float32":
         # on processors with AMX vLLM prefers another backend, which takes 16-bit floats only
@@ -80,14 +84,30 @@ def open_engine(path: Path, **options: Any) -> Any:
     return LLM(str(path), **arguments)
 
 
-def inspect_models_in_this_process() -> None:
-    """Make vLLM import a model's code in this process; a process for each model, to keep CUDA out, takes 15 s."""
+@cache
+def prepare_process() -> None:
+    """Change what vLLM does for an engine that has a process of its own, and repeats for each of many in one."""
     from vllm.model_executor.models import registry
 
+    if torch.cuda.is_available():
+        return
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    # a process for each model, which keeps CUDA out of this one, takes 15 s
     assert callable(registry._run_in_subprocess)
-    if not torch.cuda.is_available():
-        # patch: tests-model-inspection
-        registry._run_in_subprocess = lambda inspect_model: inspect_model()
+    # patch: tests-model-inspection
+    registry._run_in_subprocess = lambda inspect_model: inspect_model()
+    # it looks through all imported modules, for half a second
+    # patch: tests-kernel-overrides
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
+    # eight collections of garbage an engine look through all imported modules, too, unless these stay frozen
+    gc.collect()
+    gc.freeze()
+    assert callable(core.freeze_gc_heap)
+    # patch: tests-garbage-collection
+    core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.unfreeze = lambda: None
 
 
 def prompt_logprobs(llm: Any, prompt_ids: list[int]) -> list[float]:

@@ -8,17 +8,16 @@ vLLM's environment variables (``VLLM_DP_RANK`` and others) make the process one 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
+from tests import processes
 from tests.serving.engine import REPOSITORY, expected_logprobs, open_engine
 
 PROMPTS = 3
@@ -41,6 +40,17 @@ class RankProbe:
         parameters = dict(self.model_runner.get_model().named_parameters())
         experts = sum(p.nbytes for name, p in parameters.items() if "routed_experts" in name)
         return experts, sum(p.nbytes for name, p in parameters.items() if ".layers." in name)
+
+
+def fork_workers() -> None:
+    """Make vLLM fork its processes, instead of starting interpreters that import it again."""
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        assert callable(module.get_mp_context)
+        # patch: tests-forked-workers
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def gather_tokens_on_cpus() -> None:
@@ -105,34 +115,17 @@ def in_crowd(llm: Any, prompt_ids: list[int]) -> list[float]:
     return [each[token].logprob for each, token in zip(logprobs[1:], prompt_ids[1:], strict=True)]
 
 
-def start(path: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+def start(path: Path, options: dict[str, Any], **environment: str) -> processes.Program:
     """This program on a checkpoint, in a process of its own."""
-    command = [sys.executable, "-m", "tests.serving.ranks", path, json.dumps(options)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | environment, **pipes)
+    arguments = ("-m", "tests.serving.ranks", path, json.dumps(options))
+    return processes.start(*arguments, cwd=REPOSITORY, env=os.environ | environment)
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The JSON object that the program printed."""
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    lines = [line for line in out.splitlines() if line.startswith('{"output"')]
-    assert process.returncode == 0, f"{out[-4000:]}\n{err[-4000:]}"
-    return json.loads(lines[0])
-
-
-def finish_all(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """The JSON objects of ranks that wait for each other; if one fails, the others are stopped."""
-    with ThreadPoolExecutor(len(processes)) as pool:
-        waiting = [pool.submit(finish, process) for process in processes]
-        done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
-        for process in processes:
-            process.kill()
-        for each in done:
-            each.result()
-        return [each.result() for each in waiting]
+def finish(*programs: processes.Program) -> list[dict[str, Any]]:
+    """The JSON objects that programs printed; if one fails, the others, which wait for it, are killed."""
+    processes.finish(programs, timeout=300)
+    lines = [next(line for line in each.stdout.splitlines() if line.startswith('{"output"')) for each in programs]
+    return [json.loads(line) for line in lines]
 
 
 def main() -> None:
@@ -141,6 +134,8 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     number = int(os.environ.get("VLLM_DP_RANK", "0"))
+    if current_platform.is_cpu():
+        fork_workers()
     if current_platform.is_cpu() and "VLLM_DP_RANK" in os.environ:
         gather_tokens_on_cpus()
     llm = open_engine(path, worker_extension_cls="tests.serving.ranks.RankProbe", **options)

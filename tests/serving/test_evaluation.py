@@ -30,7 +30,8 @@ doc_to_target: " {{{{answer}}}}"
 metric_list:
   - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
 """
-ENGINE = ("max_model_len=128", "enforce_eager=true", "max_num_seqs=4", "distributed_executor_backend=uni")
+ENGINE = ("max_model_len=128", "enforce_eager=true", "max_num_seqs=4", "kv_cache_memory_bytes=67108864")
+ENGINE += ("distributed_executor_backend=uni",)
 
 
 def _tokenizer(directory: Path) -> None:

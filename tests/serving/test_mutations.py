@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from moe_coverage_plugin.manifest import CoverageError
 from tests.mutations import ALL, MUTATIONS, Mutation, cases, mutated
-from tests.serving.engine import ARTIFACTS, OPTIONS, checkpoint_path, inspect_models_in_this_process, open_engine
+from tests.serving.engine import ARTIFACTS, OPTIONS, checkpoint_path, open_engine, prepare_process
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def base_of(name: str) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _engine() -> None:
     """The first configuration of an engine imports the model's code."""
-    inspect_models_in_this_process()
+    prepare_process()
     for base in ALL:
         configure(base_of(base))
 

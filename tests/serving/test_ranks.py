@@ -22,7 +22,7 @@ from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, open_engine
-from tests.serving.ranks import finish, finish_all, generate, prompts, start
+from tests.serving.ranks import finish, generate, prompts, start
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +54,7 @@ def test_pipeline_of_two_ranks() -> None:
         VLLM_CPU_OMP_THREADS_BIND=f"{CORES[0]}|{CORES[-1]}",
     )
     [expected] = one_rank(path, 1)
-    found = finish(process)
+    [found] = finish(process)
     assert_equal(found["output"], expected)
     experts, layers = zip(*found["bytes_held"], strict=True)
     assert sum(experts) == stored_bytes_of_experts(path)
@@ -79,7 +79,7 @@ def test_three_data_parallel_ranks_beside_shared_experts() -> None:
         )
         for rank in range(ranks)
     ]
-    found = finish_all(processes)
+    found = finish(*processes)
     expected = one_rank(path, ranks)
     for each, alone in zip(found, expected, strict=True):
         assert_equal(each["output"], alone)
@@ -96,7 +96,7 @@ def test_three_ranks_that_do_not_divide_the_width() -> None:
         IN_PROCESSES | {"tensor_parallel_size": 3},
         VLLM_CPU_OMP_THREADS_BIND="|".join(str(CORES[rank % len(CORES)]) for rank in range(3)),
     )
-    found = finish(process)
+    [found] = finish(process)
     assert_agrees(path, found["output"]["prompt_logprobs"])
     experts = [held for held, _ in found["bytes_held"]]
     assert sum(experts) == stored_bytes_of_experts(path)
