@@ -39,7 +39,14 @@ MODELS = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
 }
 UNPRUNED = "unpruned"
-VARIANTS = (UNPRUNED, "coverage_p25_q4", "coverage_p50", "fisher_p25_q4", "fisher_p50", "fisher_p50_q4")
+VARIANTS = (
+    UNPRUNED,
+    "coverage_p25_q4",
+    "coverage_p50",
+    "recommended_p25_q4",
+    "recommended_p50",
+    "recommended_p50_q4",
+)
 MIX = "mix"
 SCRIPT = ("-m", "moe_coverage_plugin.cli")
 

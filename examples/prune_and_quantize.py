@@ -20,7 +20,7 @@ MINI_MOE = Path(__file__).parents[1] / "benchmarks" / "testbed" / "mini_moe"
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=str(MINI_MOE), help="directory of a model, or its name on the hub")
 parser.add_argument("--data", type=Path, default=MINI_MOE / "calibration.txt", help="text like the model will see")
-parser.add_argument("--recipe", default="fisher_p25_q4", help="name of a recipe of the package, or a YAML file")
+parser.add_argument("--recipe", default="recommended_p25_q4", help="name of a recipe of the package, or a YAML file")
 parser.add_argument("--sparsity", type=float, help="fraction to remove, instead of the recipe's")
 parser.add_argument("--windows", type=int, default=16, help="how many; take 512 for a real model")
 parser.add_argument("--window-tokens", type=int, default=128, help="take 2048 for a real model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,21 @@ PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "trans
 def environment() -> dict[str, Any]:
     """Seed and versions of this process."""
     return {"torch_seed": torch.initial_seed(), "versions": {package: version(package) for package in PACKAGES}}
+
+
+def text_provenance(data: object) -> dict[str, Any] | None:
+    """What a data set says of its text: who wrote it, and how; ``None`` if it says nothing.
+
+    Args:
+        data: a data set, or a loader of one; those of ``sample_text`` and ``moe-coverage oneshot`` have JSON as their
+            description.
+    """
+    info = getattr(getattr(data, "dataset", data), "info", None)
+    try:
+        found = json.loads(getattr(info, "description", None) or "null")
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def routers_hash(layers: Sequence[MoELayer]) -> str:

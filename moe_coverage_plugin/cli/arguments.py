@@ -6,6 +6,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_coverage_plugin.cli.early import OWN
 from moe_coverage_plugin.cli.evaluation import EVAL, EVAL_EXAMPLES, add_eval
 from moe_coverage_plugin.cli.finetune import FINETUNE, FINETUNE_EXAMPLES, add_finetune
 from moe_coverage_plugin.cli.sample import SAMPLE, SAMPLE_EXAMPLES, add_sample
@@ -16,8 +17,8 @@ llm-compressor quantize the rest. vLLM serves the result if this package is inst
 """
 WHICH_WHEN = """\
 which command when:
-  oneshot    you have a model and some text, and want a smaller model
-  sample     you have a model and no text, or text of other kinds than the model was trained on
+  oneshot    you have a model, and want a smaller one
+  sample     you want the text that a model writes itself in a file, or drawn by vLLM, which is faster
   finetune   you have a pruned checkpoint, more text and a GPU, and want to reduce its loss
   plan       you have a score file (every checkpoint has one) and want to try another sparsity or block size
   inspect    you have a checkpoint, and want to see its widths and the numbers of GPUs that can serve it
@@ -30,20 +31,22 @@ which command when:
 ONESHOT = """\
 Compress a model by a recipe: measure on text, prune, quantize if the recipe says so, and write a checkpoint.
 
-Calls llmcompressor.oneshot. The model is opened without a second copy of its experts in memory, and the text is cut
-into windows of tokens; --samples of them are used, evenly spread over all files. Mix the kinds of text that the model
-will see: this matters more than any other choice. Recipes of the package:
+Calls llmcompressor.oneshot. The model is opened without a second copy of its experts in memory. By default it writes
+its own text to calibrate on, which is of all kinds that it was trained on. Your text is cut into windows of tokens;
+--samples of them are used, evenly spread over all files. Recipes of the package:
 
-  fisher_p25_q4, fisher_p50_q4    recommended: 25 or 50 % of the expert channels removed, then 4 bits
-  fisher_p50                      the same without quantization
+  recommended_p25_q4, recommended_p50_q4    25 or 50 % of the expert channels removed, then 4 bits
+  recommended_p50                           the same without quantization
+  fisher_p25_q4, fisher_p50_q4, fisher_p50  one pass over the text less, and more loss
   coverage_p25_q4[_a64], coverage_p25_gptq[_a64], coverage_p50    the method of the paper, for comparison
 
 Also written: a model card (README.md), the scores, for other plans, and a page that shows what was kept and why.
 """
 ONESHOT_EXAMPLES = """\
 examples:
-  moe-coverage oneshot path/to/moe --recipe fisher_p25_q4 --data code.txt prose.jsonl --output out
-  moe-coverage oneshot path/to/moe --recipe fisher_p50 --recipe-args sparsity=0.4 block_size=64 \\
+  moe-coverage oneshot path/to/moe --recipe recommended_p25_q4 --output out
+  moe-coverage oneshot path/to/moe --recipe recommended_p25_q4 --data own code.txt prose.jsonl --output out
+  moe-coverage oneshot path/to/moe --recipe recommended_p50 --recipe-args sparsity=0.4 block_size=64 \\
       --data text.txt --samples 128 --sequence-length 1024 --output out
 """
 
@@ -155,11 +158,12 @@ def _add_oneshot(command: ArgumentParser) -> None:
     data = command.add_argument_group("calibration data")
     data.add_argument(
         "--data",
-        required=True,
         nargs="+",
+        default=[OWN],
         metavar="PATH",
-        help="files of text, JSON lines (.jsonl), Parquet or CSV; or one data set of text or input_ids, a directory "
-        "written by datasets.save_to_disk",
+        help="own: text that the model writes itself (default); files of text, JSON lines (.jsonl), Parquet or CSV; "
+        "own and files, half of the windows each; or one data set of text or input_ids, a directory written by "
+        "datasets.save_to_disk",
     )
     data.add_argument(
         "--text-field",

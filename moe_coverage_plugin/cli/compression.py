@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.utils.dev import load_context
-from loguru import logger
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from moe_coverage_plugin.calibration.text import IDS, pack
+from moe_coverage_plugin.calibration.text import IDS
 from moe_coverage_plugin.checkpoint.loading import load
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.checkpoint.staging import check_output
-from moe_coverage_plugin.cli.early import LONGEST
+from moe_coverage_plugin.cli.calibration_data import explained, read_data, with_own_text
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
@@ -52,12 +49,13 @@ def compress(arguments: Namespace, recipe: str, recipe_args: Mapping[str, Any]) 
             "package: edit the recipe"
         )
     set_seed(arguments.seed)
-    data = _data(arguments)
+    given = read_data(arguments)
     options: dict[str, Any] = {"recipe_args": recipe_args} if recipe_args else {}
     model = open_model(arguments.model, arguments.device_map)
     if isinstance(record := getattr(model.save_pretrained, "_record", None), PruningRecord) and not ours:
         # a pruned checkpoint is only quantized; with our modifiers in the recipe, they make this check
         check_quantizers(model, [], modifiers, record.block_size, record.layout)
+    data = with_own_text(given, model, arguments)
     oneshot(
         model=model,
         dataset=data,
@@ -82,51 +80,11 @@ def _modifiers(recipe: str) -> list[Modifier]:
     Raises:
         CoverageError: the toolkit cannot read the recipe, or it has no modifiers.
     """
-    with _explained(f"recipe {recipe} cannot be read"):
+    with explained(f"recipe {recipe} cannot be read"):
         modifiers = Recipe.create_instance(recipe).modifiers
     if not modifiers:
         raise CoverageError(f"recipe {recipe} names no modifiers: start from a recipe of the package")
     return modifiers
-
-
-def _data(arguments: Namespace) -> Dataset:
-    """Return windows of token ids, evenly spread over all text.
-
-    Raises:
-        CoverageError: files that cannot be read or have too little text, or no tokenizer beside the model.
-    """
-    first, *others = map(Path, arguments.data)
-    text: Sequence[Path] | Dataset = [first, *others]
-    if first.is_dir():
-        if others:
-            raise CoverageError(
-                f"--data has a data set, {first}, and {len(others)} more: give the data set alone, or files only"
-            )
-        with _explained(f"{first} is not a data set written by datasets.save_to_disk"):
-            saved = load_from_disk(str(first))
-        if not isinstance(saved, Dataset):
-            raise CoverageError(f"{first} has several splits: give one of them, {first / str(next(iter(saved)))}")
-        if IDS in saved.column_names:
-            return saved.select(_spread(len(saved), arguments.samples))
-        text = saved
-    with _explained(f"{arguments.model} has no tokenizer that can be opened"):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
-    length = arguments.sequence_length or _default_length(arguments.model)
-    ids_WS = pack(text, tokenizer, arguments.text_field, length).ids_WS
-    # selected before they become Python integers, which take over ten times the memory
-    return Dataset.from_dict({IDS: ids_WS[_spread(len(ids_WS), arguments.samples)].tolist()})
-
-
-def _default_length(model: str) -> int:
-    with _explained(f"{model} cannot be opened as a model"):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-    return min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
-
-
-def _spread(windows: int, samples: int) -> list[int]:
-    if windows < samples:
-        logger.warning(f"--samples is {samples}, but the data has {windows} windows: all are used")
-    return torch.linspace(0, windows - 1, min(samples, windows)).long().tolist()
 
 
 def _longest(data: Dataset) -> int:
@@ -147,16 +105,5 @@ def open_model(model: str, device_map: str | None) -> PreTrainedModel:
     unload_image_processors()
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     opener = load_quantizable_moe() if device_map != OFFLOAD else load_context()
-    with _explained(f"{model} cannot be opened as a model"), opener:
+    with explained(f"{model} cannot be opened as a model"), opener:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, **options)
-
-
-@contextmanager
-def _explained(problem: str) -> Iterator[None]:
-    """Turn any exception of a library that reads the user's files into a CoverageError."""
-    try:
-        yield
-    except CoverageError:
-        raise
-    except Exception as error:
-        raise CoverageError(f"{problem} ({type(error).__name__}: {error})") from error

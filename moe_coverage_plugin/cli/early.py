@@ -17,6 +17,8 @@ from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME, CoverageError,
 
 # tokens of a window of moe-coverage oneshot, if the model's limit is not less
 LONGEST = 2048
+# in the place of a path: text that the model writes itself
+OWN = "own"
 # datasets.save_to_disk writes one of them
 DATA_SET_FILES = ("state.json", "dataset_dict.json")
 
@@ -24,16 +26,17 @@ DATA_SET_FILES = ("state.json", "dataset_dict.json")
 def check_oneshot(arguments: Namespace) -> None:
     """Check the output and the data of ``moe-coverage oneshot``."""
     _check_directory_to_write(arguments.output)
-    for path in map(Path, arguments.data):
+    if arguments.data.count(OWN) > 1:
+        raise CoverageError(f"--data has {OWN} {arguments.data.count(OWN)} times: give it once")
+    if OWN in arguments.data and len(arguments.data) > 1 and arguments.samples < 2:
+        raise CoverageError(f"--samples is {arguments.samples}, but {OWN} and files need at least 2: one of each")
+    for path in text_paths(arguments):
         if not os.path.lexists(path):
             raise CoverageError(
                 f"--data {path} does not exist: give text, JSON lines, Parquet, CSV, or a directory of datasets"
             )
-        if path.is_dir() and len(arguments.data) > 1:
-            raise CoverageError(
-                f"--data has a directory, {path}, and {len(arguments.data) - 1} more: give the data set alone, or "
-                "files only"
-            )
+        if path.is_dir() and (others := len(text_paths(arguments)) - 1):
+            raise CoverageError(f"--data has a directory, {path}, and {others} more: give one data set, or files only")
         if path.is_dir() and not any((path / name).is_file() for name in DATA_SET_FILES):
             raise CoverageError(
                 f"--data {path} is a directory, but is not a data set written by datasets.save_to_disk: give its "
@@ -43,12 +46,19 @@ def check_oneshot(arguments: Namespace) -> None:
             check_file(path, "--data")
 
 
+def text_paths(arguments: Namespace) -> list[Path]:
+    """Return the files or the data set of ``--data``, without the text that the model writes itself."""
+    return [Path(each) for each in arguments.data if each != OWN]
+
+
 def check_oneshot_text(arguments: Namespace) -> None:
     """Check the text of ``moe-coverage oneshot``, if the model is a directory and the text is in files."""
-    files, model = [path for path in map(Path, arguments.data) if not path.is_dir()], Path(arguments.model)
-    if files and model.is_dir():
-        if not any((model / name).is_file() for name in tokenizer.FILES):
-            raise CoverageError(f"{model} has no tokenizer: copy the files of one to it")
+    files, model = [path for path in text_paths(arguments) if not path.is_dir()], Path(arguments.model)
+    if not model.is_dir() or not (files or OWN in arguments.data):
+        return
+    if not any((model / name).is_file() for name in tokenizer.FILES):
+        raise CoverageError(f"{model} has no tokenizer: copy the files of one to it")
+    if files:
         check_text_files(files, arguments.text_field, model, arguments.sequence_length or _least_length(model))
 
 

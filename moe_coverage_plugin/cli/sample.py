@@ -21,7 +21,7 @@ SAMPLE_EXAMPLES = """\
 examples:
   moe-coverage sample path/to/moe --output own.jsonl
   moe-coverage sample path/to/moe --output own.jsonl --samples 128 --length 512 --form text
-  moe-coverage oneshot path/to/moe --recipe fisher_p25_q4 --data own.jsonl --output out
+  moe-coverage oneshot path/to/moe --recipe recommended_p25_q4 --data own.jsonl --output out
 """
 
 
@@ -66,7 +66,9 @@ def run(arguments: Namespace) -> None:
         f"Wrote {arguments.output}: {len(sampled.documents)} documents, {sampled.tokens} tokens; left out "
         f"{left_out['loops']} that end in loops and {left_out['duplicates']} that repeat others"
     )
-    print(f"  moe-coverage oneshot {arguments.model} --recipe fisher_p25_q4 --data {arguments.output} --output out")
+    print(
+        f"  moe-coverage oneshot {arguments.model} --recipe recommended_p25_q4 --data {arguments.output} --output out"
+    )
 
 
 def _vllm_engine(model: str, temperature: float, length: int) -> Any:

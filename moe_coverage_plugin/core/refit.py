@@ -170,20 +170,24 @@ def _slopes(act: Activation, h_MO: Tensor) -> tuple[Tensor, Tensor]:
 def _solve_down(problem: _Problem, a_MN: Tensor, held_M: Tensor, old_HN: Tensor) -> Tensor:
     """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens."""
     a_MN = (problem.weight_M1 * a_MN).double()
-    target_MH = (problem.weight_M1 * problem.target_MH).double()
     # the change of the columns is fitted to what the old ones leave
-    left_MH = target_MH - a_MN @ old_HN.double().T
+    left_MH = (problem.weight_M1 * problem.target_MH).double() - a_MN @ old_HN.double().T
+    held_NN, held_NH = a_MN[held_M].T @ a_MN[held_M], a_MN[held_M].T @ left_MH[held_M]
+    fitted_NN, fitted_NH = a_MN[~held_M].T @ a_MN[~held_M], a_MN[~held_M].T @ left_MH[~held_M]
 
-    def change(a_MN: Tensor, left_MH: Tensor, ridge: float) -> Tensor:
-        gram_NN = a_MN.T @ a_MN
-        gram_NN.diagonal().add_(ridge * gram_NN.diagonal().mean().clamp(min=torch.finfo(gram_NN.dtype).tiny))
-        return torch.cholesky_solve(a_MN.T @ left_MH, torch.linalg.cholesky(gram_NN)).T
-
-    best, least = math.inf, float(left_MH[held_M].square().sum())
+    best, least = math.inf, 0.0
     for ridge in RIDGES[:-1]:
-        rest_MH = left_MH[held_M] - a_MN[held_M] @ change(a_MN[~held_M], left_MH[~held_M], ridge).T
-        if (error := float(rest_MH.square().sum())) < least:
-            best, least = ridge, error
+        change_NH = _ridge_solution(fitted_NN, fitted_NH, ridge)
+        # what the change adds to the error
+        if (added := float((change_NH * (held_NN @ change_NH - 2 * held_NH)).sum())) < least:
+            best, least = ridge, added
     if math.isinf(best):
         return old_HN
-    return (old_HN.double() + change(a_MN, left_MH, best)).to(old_HN.dtype)
+    change_NH = _ridge_solution(fitted_NN + held_NN, fitted_NH + held_NH, best)
+    return (old_HN.double() + change_NH.T).to(old_HN.dtype)
+
+
+def _ridge_solution(gram_NN: Tensor, products_NH: Tensor, ridge: float) -> Tensor:
+    regular_NN = gram_NN.clone()
+    regular_NN.diagonal().add_(ridge * gram_NN.diagonal().mean().clamp(min=torch.finfo(gram_NN.dtype).tiny))
+    return torch.cholesky_solve(products_NH, torch.linalg.cholesky(regular_NN))

@@ -25,7 +25,13 @@ from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.calibration.provenance import check_scores, check_writable, environment, routers_hash
+from moe_coverage_plugin.calibration.provenance import (
+    check_scores,
+    check_writable,
+    environment,
+    routers_hash,
+    text_provenance,
+)
 from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
@@ -151,6 +157,8 @@ class AttributionModifier(AttributionOptions, Modifier):
             batches = list(state.data.calib)
         check_predicted_tokens(self, batches)
         self._provenance = self._describe(state.model, batches)
+        if (text := text_provenance(state.data.calib)) is not None:
+            self._provenance["calibration_text"] = text
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
         with DisableQuantization(state.model), fast_compute_dtype(state.model):
             self._measured = self._measure(state.model, batches)

@@ -27,12 +27,12 @@ def recommended_recipe(
     scheme: str | None = "W4A16",
     ignore: Sequence[str] = (),
 ) -> list[Modifier]:
-    """Return the modifiers of the recipes ``fisher_*``, for ``oneshot(recipe=...)``.
+    """Return the modifiers of the recipes ``recommended_*``, for ``oneshot(recipe=...)``.
 
     Args:
         sparsity: fraction of the expert channels to remove, in [0, 1).
         block_size: channels of a block, of which every width is a multiple.
-        reconstruct: fit the kept columns of each ``down_proj`` to the output of the unpruned expert.
+        reconstruct: fit the kept channels of each expert to the output of the unpruned expert.
         scheme: name of a preset of compressed-tensors, for instance ``FP8_DYNAMIC``; ``None``: no quantization. Groups
             that do not divide the blocks become as small as needed.
         ignore: more layers to leave in full precision, names or ``re:`` patterns; for instance a dense layer whose

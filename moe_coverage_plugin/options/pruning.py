@@ -38,7 +38,7 @@ Refit = Literal["all", "down"]
 class AttributionOptions(Options):
     """What is measured on the calibration data."""
 
-    channel_metric: ChannelMetric = "fisher"
+    channel_metric: ChannelMetric = "obs"
     """Score of a channel.
 
     From one forward pass: ``activation`` (L2 norm of the channel over the tokens of its expert; the paper's default),

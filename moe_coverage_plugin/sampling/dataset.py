@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from moe_coverage_plugin.calibration.text import IDS, pack
 from moe_coverage_plugin.options import SamplingOptions
 from moe_coverage_plugin.sampling.run import sample
-from moe_coverage_plugin.sampling.transformers_engine import TransformersEngine
+from moe_coverage_plugin.sampling.transformers_engine import TransformersEngine, on_accelerator
 
 
 def sample_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Dataset:
@@ -37,7 +37,8 @@ def sample_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     chosen = SamplingOptions(**options)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
     engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
-    sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path or "")
+    with on_accelerator(model):
+        sampled = sample(engine, tokenizer, model.config, chosen, model.name_or_path or "")
     length = sampled.provenance["length"]
     ids_WS = pack(Dataset.from_dict({IDS: sampled.documents}), None, IDS, length).ids_WS[: chosen.samples]
     return Dataset.from_dict({IDS: ids_WS.tolist()}, info=DatasetInfo(description=json.dumps(sampled.provenance)))

@@ -7,6 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading, dispatch_model
+from compressed_tensors.offload.dispatch import remove_dispatch
+from torch.nn import Module
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
@@ -96,6 +99,26 @@ def fast_experts(model: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(fast_compute_dtype(model))
         for layer in find_moe_layers(model):
-            if computes_as_toolkit(layer):
+            # experts of a pruned model can have several widths
+            if computes_as_toolkit(layer) and len(set(layer.widths)) == 1:
                 stack.enter_context(grouped_experts(layer, None, lambda _: None))
         yield
+
+
+@contextmanager
+def on_accelerator(model: PreTrainedModel) -> Iterator[None]:
+    """Move a model from CPU memory to the GPUs, if there are any, and back; what does not fit stays offloaded.
+
+    ``oneshot`` copies the weights of a layer to the GPU for each call, which is too slow for one token at a time.
+    """
+    with disable_onloading():
+        resident = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if not resident or not torch.cuda.is_available():
+        yield
+        return
+    dispatch_model(model)
+    try:
+        yield
+    finally:
+        remove_dispatch(model)
+        Module.to(model, "cpu")

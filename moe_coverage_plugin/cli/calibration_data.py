@@ -1,0 +1,118 @@
+"""The calibration data of ``moe-coverage oneshot``: text of the user, text that the model writes itself, or both."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetInfo, load_from_disk
+from loguru import logger
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from moe_coverage_plugin.calibration.provenance import text_provenance
+from moe_coverage_plugin.calibration.text import IDS, pack
+from moe_coverage_plugin.cli.early import LONGEST, OWN, text_paths
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.sampling.dataset import sample_text
+
+
+def read_data(arguments: Namespace) -> Dataset | None:
+    """Return windows of token ids of the user's text, evenly spread over all of it; ``None`` if none is given.
+
+    Raises:
+        CoverageError: files that cannot be read or have too little text, or no tokenizer beside the model.
+    """
+    paths = text_paths(arguments)
+    if not paths:
+        return None
+    # with the model's own text, half of the windows, rounded down
+    samples = arguments.samples // (2 if OWN in arguments.data else 1)
+    description = json.dumps({"text": "files", "names": [path.name for path in paths]} | _written_by_a_model(paths))
+    text: Sequence[Path] | Dataset = paths
+    if paths[0].is_dir():
+        with explained(f"{paths[0]} is not a data set written by datasets.save_to_disk"):
+            saved = load_from_disk(str(paths[0]))
+        if not isinstance(saved, Dataset):
+            raise CoverageError(
+                f"{paths[0]} has several splits: give one of them, {paths[0] / str(next(iter(saved)))}"
+            )
+        if IDS in saved.column_names:
+            return saved.select(_spread(len(saved), samples))
+        text = saved
+    with explained(f"{arguments.model} has no tokenizer that can be opened"):
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
+    ids_WS = pack(text, tokenizer, arguments.text_field, _length(arguments)).ids_WS
+    return _windows(ids_WS[_spread(len(ids_WS), samples)], description)
+
+
+def with_own_text(given: Dataset | None, model: PreTrainedModel, arguments: Namespace) -> Dataset:
+    """Return the user's windows, and text that the model writes itself if ``--data`` names it.
+
+    Raises:
+        CoverageError: the model writes too little text that is neither loops nor duplicates.
+    """
+    if OWN not in arguments.data:
+        assert given is not None
+        return given
+    number = arguments.samples - (0 if given is None else len(given))
+    with explained(f"{arguments.model} has no tokenizer that can be opened"):
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
+    length = _length(arguments)
+    own = sample_text(model, tokenizer, samples=number, length=length, seed=arguments.seed)
+    if given is None:
+        return own
+    if other := next((len(ids) for ids in given[IDS] if len(ids) != length), None):
+        raise CoverageError(
+            f"the data set has samples of {other} tokens, but text that the model writes has windows of {length}: "
+            f"give --sequence-length {other}"
+        )
+    parts = [text_provenance(each) for each in (own, given)]
+    return _windows(torch.tensor([*own[IDS], *given[IDS]]), json.dumps({"parts": parts}))
+
+
+@contextmanager
+def explained(problem: str) -> Iterator[None]:
+    """Turn any exception of a library that reads the user's files into a CoverageError."""
+    try:
+        yield
+    except CoverageError:
+        raise
+    except Exception as error:
+        raise CoverageError(f"{problem} ({type(error).__name__}: {error})") from error
+
+
+def _length(arguments: Namespace) -> int:
+    """Tokens of a window."""
+    if arguments.sequence_length:
+        return arguments.sequence_length
+    with explained(f"{arguments.model} cannot be opened as a model"):
+        config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False).get_text_config()
+    return min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
+
+
+def _spread(windows: int, samples: int) -> list[int]:
+    if windows < samples:
+        logger.warning(f"--samples is {samples}, but the data has {windows} windows: all are used")
+    return torch.linspace(0, windows - 1, min(samples, windows)).long().tolist()
+
+
+def _windows(ids_WS: Tensor, description: str) -> Dataset:
+    return Dataset.from_dict({IDS: ids_WS.tolist()}, info=DatasetInfo(description=description))
+
+
+def _written_by_a_model(paths: Sequence[Path]) -> dict[str, Any]:
+    """The provenance that ``moe-coverage sample`` writes into the first row of its file."""
+    for path in paths:
+        if path.suffix == ".jsonl":
+            # a file that cannot be read stops the command when it is packed
+            with suppress(ValueError), path.open(encoding="utf-8") as rows:
+                row = json.loads(rows.readline())
+                if isinstance(row, dict) and "provenance" in row:
+                    return {"provenance": row["provenance"]}
+    return {}
