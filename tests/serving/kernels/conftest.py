@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,20 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when kernels are defined, so it is set before they are imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    _patch_lang = interpreter._patch_lang
+
+    def _patch_lang_once(fn: Any) -> Any:
+        # the interpreter does this for a kernel, and again each time that it calls a function
+        languages = [value for value in fn.__globals__.values() if value in (interpreter.tl, interpreter.tl.core)]
+        again = not any(is_builtin(language.load) for language in languages)
+        return interpreter._LangPatchScope() if again else _patch_lang(fn)
+
+    # patch: tests-interpreted-language
+    interpreter._patch_lang = _patch_lang_once
 
 UNINITIALIZED = 2**30
 """An integer that is out of range for all indices."""
