@@ -21,6 +21,7 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from datasets import Dataset
 from llmcompressor.core import CompressionLifecycle, State
@@ -191,6 +192,12 @@ def test_each_save_adds_a_hook_that_decompresses() -> None:
         ModelCompressor().add_decompress_hook(model)
     ModelCompressor().remove_decompression_hook(model)
     assert len(model._forward_pre_hooks) == 1
+
+
+def test_scales_are_left_as_allocated() -> None:
+    source = getsource(initialize_qparams)
+    assert "torch.empty" in source
+    assert "nan" not in source.lower()
 
 
 def test_the_recipe_is_that_of_the_session() -> None:

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import math
+from functools import wraps
 
 import torch
 from compressed_tensors.offload import disable_onloading, update_offload_parameter
+from compressed_tensors.quantization import QuantizationStatus
+from llmcompressor.modifiers.quantization import QuantizationMixin
 from loguru import logger
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.checkpoint.binding import RECORD
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
 
 SCALES = ("weight_scale", "input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "weight_global_scale")
 ZERO_POINT = {"input_scale": "input_zero_point", "output_scale": "output_zero_point"}
+MARKS = "_marks_scales"
 # larger scales are not calibrated values but what was in the memory before
 LARGEST_SCALE = 1e9
+
+
+def watch_quantizers() -> None:
+    """Mark the scales of pruned models whenever a quantizer of the toolkit adds them, also without our modifiers."""
+    initialize = QuantizationMixin.initialize_quantization
+    if hasattr(initialize, MARKS):
+        return
+
+    @wraps(initialize)
+    def initialize_and_mark(self: QuantizationMixin, model: Module) -> None:
+        initialize(self, model)
+        if RECORD in vars(model):
+            mark_scales(model)
+
+    setattr(initialize_and_mark, MARKS, True)
+    # patch: unmarked-scales
+    QuantizationMixin.initialize_quantization = initialize_and_mark  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -27,6 +49,8 @@ def mark_scales(model: Module) -> None:
     The toolkit leaves them as allocated, which may look like a scale.
     """
     for module in model.modules():
+        if getattr(module, "quantization_status", None) != QuantizationStatus.INITIALIZED:
+            continue
         for name, scale in _scales(module):
             if not scale.is_meta:
                 update_offload_parameter(module, name, torch.full_like(scale, math.nan))

@@ -24,6 +24,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.checkpoint.binding import RECORD, Save, bind
+from moe_coverage_plugin.checkpoint.calibrated_scales import watch_quantizers
 from moe_coverage_plugin.checkpoint.recipe_values import recipe_of_run
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -53,6 +54,7 @@ def _reduce_model(save: Save, model: PreTrainedModel) -> tuple[Any, ...]:
 
 def _new_model(model_class: type[PreTrainedModel], save: Save) -> PreTrainedModel:
     bind(model_class, save)
+    watch_quantizers()
     copyreg.pickle(model_class, partial(_reduce_model, save))  # pyright: ignore[reportArgumentType]
     return model_class.__new__(model_class)
 

@@ -21,6 +21,7 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.checkpoint.binding import METHOD, RECORD, Save, bind
+from moe_coverage_plugin.checkpoint.calibrated_scales import watch_quantizers
 from moe_coverage_plugin.checkpoint.entry import loads_in_transformers, write_entry
 from moe_coverage_plugin.checkpoint.expert_names import keep_family_names, stores_single_experts
 from moe_coverage_plugin.checkpoint.left_out import LEFT_OUT_KEY, find_left_out
@@ -91,6 +92,7 @@ def save_with_manifest(model: PreTrainedModel, record: PruningRecord) -> None:
     vars(model)[RECORD] = record
     bind(type(model), _save)
     make_picklable(model, _save)
+    watch_quantizers()
 
 
 def record_of(model: PreTrainedModel) -> PruningRecord:

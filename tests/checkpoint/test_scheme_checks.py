@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationStatus
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, load
-from moe_coverage_plugin.checkpoint.calibrated_scales import complete_scales
+from moe_coverage_plugin.checkpoint.calibrated_scales import complete_scales, mark_scales
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modifiers.harness import W4_GROUP_64, compress, pruning, refusal, save_tiny
 from tests.tiny import GROUP_LIMITED, add_tokenizer, token_batches
@@ -135,6 +137,50 @@ def test_experts_without_tokens_get_the_largest_scale(source: Path, tmp_path: Pa
     for layer in find_moe_layers(model):
         largest = max(scale for scale in scales[layer.name] if scale == scale)
         assert all(float(layer.mlps[i].up_proj.input_scale) == largest for i in empty[layer.name])
+
+
+@pytest.mark.parametrize("opened", ["oneshot", "load", "pickle"])
+def test_a_quantizer_alone_on_a_pruned_model(source: Path, tmp_path: Path, log: list[str], opened: str):
+    """Deliver 3: without a modifier of this package in the recipe, as well."""
+    model = compress(source, pruning(layout="padded"), output_dir=str(tmp_path / "pruned"))
+    if opened == "load":
+        model = load(tmp_path / "pruned")
+    elif opened == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    quantizer = QuantizationModifier(targets=["Linear"], scheme="FP8", ignore=NEVER)
+    compress(model, quantizer, dataset=token_batches(1, 3), moe_calibrate_all_experts=False)
+    scales = [float(mlp.up_proj.input_scale) for layer in find_moe_layers(model) for mlp in layer.mlps]
+    empty = sum(scale != scale for scale in scales)
+    assert empty, "all experts got tokens: use fewer"
+    model.save_pretrained(tmp_path / "out")
+    assert any(f"reached {empty} experts" in message for message in log)
+    load(tmp_path / "out")
+
+
+def test_a_second_quantizer_keeps_the_scales_of_the_first(source: Path, tmp_path: Path):
+    model = compress(source, [*pruning(), QuantizationModifier(**W4_GROUP_64)])
+    before = {name: tensor.clone() for name, tensor in model.named_parameters() if name.endswith("weight_scale")}
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    compress(
+        model, QuantizationModifier(targets=["Linear"], ignore=["re:.*(_proj|gate|lm_head)$"], kv_cache_scheme=cache)
+    )
+    after = dict(model.named_parameters())
+    assert before
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(bool(after[name].isfinite().all()) for name in after if name.endswith(("k_scale", "v_scale")))
+
+
+def test_quantizers_of_other_models_are_left_alone(source: Path):
+    unpruned = AutoModelForCausalLM.from_pretrained(source)
+    compress(source, pruning())
+    quantizer = QuantizationModifier(targets=["Linear"], scheme="FP8", ignore=NEVER)
+    quantizer.initialize_quantization(unpruned)
+    module = unpruned.model.layers[0].self_attn.q_proj
+    assert module.quantization_status == QuantizationStatus.INITIALIZED
+    with torch.no_grad():
+        module.input_scale.fill_(1.0)
+    mark_scales(module)
+    assert bool(module.input_scale.isnan())
 
 
 def test_experts_that_all_see_all_tokens_keep_their_scales(source: Path, log: list[str]):
