@@ -1,0 +1,101 @@
+"""Gram matrices of experts, compared with one outer product for each token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.calibration.gram import GramObserver
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.calibration.brute_force import (
+    CHANNELS,
+    EXPERTS,
+    batches_of,
+    open_stock,
+    padded_with_prompts,
+    save_float64,
+)
+from tests.calibration.routed_rows import rows_of, show
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def model(request, tmp_path_factory):
+    width = {"intermediate_size": CHANNELS, "num_local_experts": EXPERTS} if request.param == "gpt_oss" else {}
+    return open_stock(save_float64(tmp_path_factory.mktemp("source"), request.param, **width), linear=True)
+
+
+def data(size: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """Padded batches, and flags of held-back tokens without any order."""
+    batches = batches_of(padded_with_prompts(labelled=False), size)
+    generator = torch.Generator().manual_seed(0)
+    return batches, [torch.rand(batch["input_ids"].numel(), generator=generator) < 0.3 for batch in batches]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_of_each_expert_and_part_equal_loops(model, size: int):
+    batches, held = data(size)
+    rows_LE = rows_of(model, batches, held)
+    for layer, rows_E in zip(find_moe_layers(model), rows_LE, strict=True):
+        expected_2EII = torch.zeros(2, EXPERTS, CHANNELS, CHANNELS, dtype=torch.float64)
+        tokens_2E = torch.zeros(2, EXPERTS, dtype=torch.float64)
+        for expert, rows in enumerate(rows_E):
+            for row in rows:
+                expected_2EII[int(row.held), expert] += row.weight**2 * torch.outer(row.a_I, row.a_I)
+                tokens_2E[int(row.held), expert] += 1
+        observer = GramObserver(layer)
+        show(model, layer, batches, held, observer.observe)
+        torch.testing.assert_close(observer.grams(), expected_2EII, rtol=1e-9, atol=1e-12)
+        assert torch.equal(observer.tokens_2E, tokens_2E)
+        assert int(tokens_2E.sum()) == 2 * sum(int(batch["attention_mask"].sum()) for batch in batches)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_all_tokens_in_one_part(model, flag: bool):
+    batches, held = data(2)
+    observer = GramObserver(layer := find_moe_layers(model)[0])
+    show(model, layer, batches, [torch.full_like(each, flag) for each in held], observer.observe)
+    assert not observer.grams()[1 - int(flag)].any()
+    assert not observer.tokens_2E[1 - int(flag)].any()
+    assert bool(observer.grams()[int(flag)].any())
+
+
+def test_experts_that_no_token_reaches_have_zeros(model):
+    """One token reaches two experts; a batch of padding reaches none."""
+    batch = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])}
+    observer = GramObserver(layer := find_moe_layers(model)[0])
+    show(model, layer, [batch], [torch.tensor([True])], observer.observe)
+    assert sorted(observer.tokens_2E.flatten().tolist()) == [0.0] * (2 * EXPERTS - 2) + [1.0] * 2
+    assert torch.equal(observer.grams()[1].diagonal(dim1=1, dim2=2).sum(-1) > 0, observer.tokens_2E[1] > 0)
+    empty = GramObserver(layer)
+    show(model, layer, [batch | {"attention_mask": torch.tensor([[0]])}], [torch.tensor([True])], empty.observe)
+    assert empty.grams().shape == (2, EXPERTS, CHANNELS, CHANNELS)
+    assert not empty.grams().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_are_float32_or_wider(tmp_path, dtype: torch.dtype):
+    model = open_stock(save_float64(tmp_path / "model", "qwen3_moe"), linear=True).to(dtype)
+    batches, held = data(2)
+    observer = GramObserver(layer := find_moe_layers(model)[0])
+    show(model, layer, batches, held, observer.observe)
+    assert observer.grams().dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("held", [False, True])
+def test_activations_that_are_not_finite_name_the_expert(tmp_path, value: float, held: bool):
+    """In the fitted and in the held-back part."""
+    model = open_stock(save_float64(tmp_path / "model", "qwen3_moe"), linear=True)
+    layer = find_moe_layers(model)[1]
+    batches, flags = data(2)
+    with torch.no_grad():
+        layer.mlps[3].up_proj.weight[7] = value
+        layer.mlps[5].up_proj.weight[0] = value
+    observer = GramObserver(layer)
+    show(model, layer, batches, [torch.full_like(each, held) for each in flags], observer.observe)
+    with pytest.raises(
+        CoverageError, match=r"model\.layers\.1\.mlp\.experts expert 3 has NaN or infinite activations"
+    ):
+        observer.grams()
