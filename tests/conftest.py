@@ -1,9 +1,12 @@
 import copy
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +45,19 @@ LONGEST = [
     "calibration/test_gradients.py",
 ]
 _TESTS = Path(__file__).parent
+
+
+_source_lines = inspect.getsourcelines
+_source_lines_of_class = cache(_source_lines)
+
+
+def _source_lines_once(of: Any) -> Any:
+    """Parse the file of a class once: the toolkit does it four times a run, a third of a run of a tiny model."""
+    return _source_lines_of_class(of) if isinstance(of, type) else _source_lines(of)
+
+
+# patch: tests-source-of-classes
+inspect.getsourcelines = _source_lines_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
