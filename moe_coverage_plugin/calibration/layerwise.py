@@ -164,7 +164,8 @@ class _States:
         self.current = self._batches[index]
         call = self._calls[index][id(layer)]
         device = get_execution_device(layer)
-        output = layer(hidden.to(device), *call.args, **call.kwargs)
+        # a copy, because a layer may write into its input, which passes the layer twice
+        output = layer(hidden.to(device, copy=True), *call.args, **call.kwargs)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -173,7 +174,9 @@ def _current(index: int, batch: Batch, batches: Sequence[Batch]) -> CurrentBatch
     samples, length = batch["input_ids"].shape
     parts_BS = torch.arange(samples)[:, None] + sum(len(each["input_ids"]) for each in batches[:index])
     if sum(len(each["input_ids"]) for each in batches) < PARTS:
-        parts_BS = torch.arange(length) * PARTS // length
+        # padding is in no part, otherwise the last parts of short samples would have no tokens
+        real_BS = torch.ones(samples, length, dtype=torch.bool) if mask_BS is None else mask_BS.bool().cpu()
+        parts_BS = (real_BS.cumsum(1) - 1) * PARTS // real_BS.sum(1, keepdim=True).clamp(min=1)
     held_T = (parts_BS % HELD_BACK == HELD_BACK - 1).expand(samples, length).flatten()
     real_T = None if mask_BS is None or bool(mask_BS.all()) else mask_BS.bool().flatten()
     return CurrentBatch(real_T, held_T)
@@ -186,6 +189,8 @@ def _order(
 
     The form is the length of the tuple that a layer returns, 0 if it returns a tensor.
     """
+    # a layer at two places of a list is one layer that is called twice
+    candidates = list(dict.fromkeys(candidates))
     order: list[Module] = []
     tuples: dict[int, int] = {}
     last: list[Tensor] = []

@@ -1,0 +1,403 @@
+"""The pass layer by layer, compared with the model's own forward, for every family that tests know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from torch import Tensor
+from torch.nn import Module, ModuleList
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from moe_coverage_plugin.calibration import layerwise
+from moe_coverage_plugin.calibration.layerwise import CurrentBatch, visit_layers
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
+from moe_coverage_plugin.modeling.routing import Routing
+from tests.calibration.brute_force import save_float64
+from tests.calibration.test_offload import on_disk
+from tests.tiny import CONFIGS, LISTED, VOCAB, diversify, listed_model, seeing_config
+
+pytestmark = pytest.mark.slow
+
+WIDTH = {"moe_intermediate_size": 64, "intermediate_size": 64}
+SEEING = "qwen3_vl_moe"
+FAMILIES = (*CONFIGS, LISTED, SEEING)
+AVX2 = {"architecture": "x86_64", "cpu_name": "old", "avx2": True, "avx512_bf16": False, "amx_bf16": False}
+
+
+def random_model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float64, **config: Any) -> Any:
+    """A model of few layers with linear experts that was never on disk."""
+    torch.manual_seed(0)
+    if family == LISTED:
+        model = listed_model(**WIDTH, **config)
+        linearize_expert_lists(model)
+    elif family == SEEING:
+        model = AutoModelForImageTextToText.from_config(seeing_config(**WIDTH, **config))
+    else:
+        keys = CONFIGS[family]().to_dict().keys()
+        shape = {key: value for key, value in WIDTH.items() if key in keys}
+        # those with linear attention, which is slow on CPUs, have one layer of each kind
+        layers = {"num_hidden_layers": 2} if family.startswith("qwen3_") and family != "qwen3_moe" else {}
+        model = AutoModelForCausalLM.from_config(CONFIGS[family](**shape | layers | config))
+    diversify(model)
+    return linearize_moe(model).to(dtype).eval()
+
+
+def data(padding: str, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Three batches of unequal size and length; without masks if ``padding`` is ``none``."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for samples, length in ((2, 9), (1, 5), (3, 12)):
+        batch = {"input_ids": torch.randint(2, VOCAB, (samples, length), generator=generator)}
+        if padding != "none":
+            mask = torch.ones_like(batch["input_ids"])
+            for row in range(samples):
+                part = slice(length - row, None) if padding == "right" else slice(None, row)
+                mask[row, part] = 0
+            batch |= {"attention_mask": mask, "input_ids": batch["input_ids"].masked_fill(mask == 0, 1)}
+        batches.append(batch)
+    return batches
+
+
+# name of the layer, values inside its experts for real tokens
+Seen = tuple[str, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.no_grad()
+def own_forward(model: Any, batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Seen]]:
+    """What each layer's experts see and output in the model's own forward: one entry for each batch."""
+    seen: dict[str, list[Seen]] = {}
+
+    def record(layer: MoELayer, real_T: Tensor, _module: Module, args: tuple, output: Tensor) -> None:
+        hidden_TH, ids_TK, weights_TK = args
+        routing = Routing.of(ids_TK, weights_TK, layer.num_experts, real_T)
+        x_MH, weights_M = routing.real(hidden_TH[routing.tokens_M]), routing.real(routing.routing_weights_M)
+        values = (layer.name, routing.real(routing.tokens_M), x_MH, weights_M, output[real_T])
+        seen.setdefault(layer.name, []).append(values)
+
+    for batch in batches:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        handles = [
+            layer.experts.register_forward_hook(partial(record, layer, mask.flatten().bool()))
+            for layer in find_moe_layers(model)
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+class Recorder:
+    """A visitor that keeps what it sees, and changes layers by a function."""
+
+    def __init__(self, change: Callable[[MoELayer], bool] = lambda _: False):
+        self.seen: dict[str, list[Seen]] = {}
+        self.events: list[str] = []
+        self.batches: list[CurrentBatch] = []
+        self._change = change
+
+    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
+        routing = trace.routing
+        self.events.append(layer.name)
+        self.batches.append(batch)
+        weighted_MH = routing.routing_weights_M[:, None] * trace.z_MH
+        tokens = len(batch.held_T)
+        sum_TH = weighted_MH.new_zeros(tokens, weighted_MH.shape[1]).index_add(0, routing.tokens_M, weighted_MH)
+        real_T = torch.ones(tokens).bool() if batch.real_T is None else batch.real_T
+        x_MH, weights_M = routing.real(trace.x_MH), routing.real(routing.routing_weights_M)
+        values = (layer.name, routing.real(routing.tokens_M), x_MH, weights_M, sum_TH[real_T])
+        self.seen.setdefault(layer.name, []).append(values)
+
+    def end_layer(self, layer: MoELayer) -> bool:
+        self.events.append(f"end of {layer.name}")
+        return self._change(layer)
+
+
+def visited(model: Any, batches: Sequence[dict[str, Tensor]], change=lambda _: False) -> Recorder:
+    recorder = Recorder(change)
+    visit_layers(model, find_moe_layers(model), batches, recorder, "Test")
+    return recorder
+
+
+def assert_same(found: list[Seen], expected: list[Seen], outputs: bool = True, rtol: float = 1e-9) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1]), "tokens are routed differently"
+        pairs = list(zip(one[2:], other[2:], strict=True))
+        for value, wanted in pairs if outputs else pairs[:-1]:
+            torch.testing.assert_close(value, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
+
+
+# --- the values are those of the model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_see_what_they_see_in_the_models_own_forward(family: str):
+    """In their order, once for each batch; batches differ in length, and have padding on one side or no mask."""
+    model = random_model(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers = find_moe_layers(model)
+    for padding in ("none", "right", "left"):
+        batches = data(padding)
+        recorder = visited(model, batches)
+        for name, expected in own_forward(model, batches).items():
+            assert_same(recorder.seen[name], expected)
+        events = [[layer.name] * len(batches) + [f"end of {layer.name}"] for layer in layers]
+        assert recorder.events == [event for each in events for event in each]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_model_is_as_before(tmp_path):
+    """Its forward, its hooks, its mode and its cache."""
+    model = random_model().train()
+    forwards = [module.forward for module in model.modules()]
+    visited(model, data("right"))
+    assert [module.forward for module in model.modules()] == forwards
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.training
+    assert model.config.use_cache
+
+
+def test_some_layers_of_the_model():
+    """The others compute, but are not visited."""
+    model, recorder, batches = random_model(), Recorder(), data("right")
+    layers = find_moe_layers(model)
+    visit_layers(model, layers[1:2], batches, recorder, "Test")
+    assert list(recorder.seen) == [layers[1].name]
+    assert_same(recorder.seen[layers[1].name], own_forward(model, batches)[layers[1].name])
+
+
+# --- changes
+
+
+@torch.no_grad()
+def shrink(layer: MoELayer) -> bool:
+    """Change every expert, as a pruned one is changed: new weights of another width."""
+    for mlp in layer.mlps:
+        for name, linear in projections(mlp).items():
+            kept = linear.weight[:, ::3] if name == "down_proj" else linear.weight[::3]
+            linear.weight = torch.nn.Parameter(kept.contiguous())
+            if name != "down_proj" and linear.bias is not None:
+                linear.bias = torch.nn.Parameter(linear.bias[::3].contiguous())
+    return True
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [
+        ("qwen3_moe", "none"),
+        ("qwen3_moe", "left"),
+        ("deepseek_v2", "right"),
+        ("gpt_oss", "left"),
+        ("qwen3_next", "right"),
+    ],
+)
+def test_later_layers_see_a_changed_layer(family: str, padding: str):
+    """Each layer is changed after it was seen, so it sees the outputs of changed layers and its own old weights."""
+    model, unchanged, batches = random_model(family), random_model(family), data(padding)
+    recorder = visited(model, batches, shrink)
+    expected, old = own_forward(model, batches), own_forward(unchanged, batches)
+    first, *later = find_moe_layers(model)
+    assert_same(recorder.seen[first.name], old[first.name])
+    for layer in later:
+        assert_same(recorder.seen[layer.name], expected[layer.name], outputs=False)
+        assert not torch.allclose(recorder.seen[layer.name][0][2], old[layer.name][0][2], rtol=1e-3)
+
+
+def test_only_some_layers_change():
+    model, batches = random_model(), data("right")
+    layers = find_moe_layers(model)
+    recorder = visited(model, batches, lambda layer: layer.name == layers[1].name and shrink(layer))
+    for layer in layers:
+        expected = own_forward(model, batches)[layer.name]
+        assert_same(recorder.seen[layer.name], expected, outputs=layer.name != layers[1].name)
+
+
+# --- held-back tokens
+
+
+def held_of(batches: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Flags ``[B, S]`` of each batch."""
+    return [
+        layerwise._current(index, batch, batches).held_T.view_as(batch["input_ids"])
+        for index, batch in enumerate(batches)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_every_fourth_sample_is_held_back(size: int):
+    """Counted over all batches."""
+    batches = [{"input_ids": torch.ones(min(size, 13 - start), 5).long()} for start in range(0, 13, size)]
+    held = torch.cat(held_of(batches))
+    assert held.all(1).tolist() == held.any(1).tolist()
+    assert held.all(1).nonzero().flatten().tolist() == [3, 7, 11]
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("length", [8, 21, 64])
+def test_of_few_samples_two_of_eight_parts_are_held_back(size: int, length: int):
+    batches = [{"input_ids": torch.ones(size, length).long()} for _ in range(7 // size)]
+    expected = [position * 8 // length in (3, 7) for position in range(length)]
+    for held in held_of(batches):
+        assert held.tolist() == [expected] * size
+        assert held.sum() in range(size * (length // 4 - 1), size * (length // 4 + 3))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_in_no_part(side: str):
+    """The same tokens are held back with and without padding; a sample may have only padding."""
+    plain = held_of([{"input_ids": torch.ones(1, 16).long()}])[0][0]
+    mask = torch.zeros(2, 40, dtype=torch.int64)
+    real = slice(24, 40) if side == "left" else slice(0, 16)
+    mask[0, real] = 1
+    padded = held_of([{"input_ids": torch.ones(2, 40).long(), "attention_mask": mask}])[0]
+    assert torch.equal(padded[0, real], plain)
+
+
+def test_visitors_get_the_masks_of_their_batch():
+    batches = data("right")
+    recorder = visited(random_model(), batches)
+    expected = [layerwise._current(index, batch, batches) for index, batch in enumerate(batches)]
+    for number, found in enumerate(recorder.batches):
+        wanted, batch = expected[number % len(batches)], batches[number % len(batches)]
+        assert torch.equal(found.held_T, wanted.held_T)
+        assert (found.real_T is None) == bool(batch["attention_mask"].all())
+        assert found.real_T is None or torch.equal(found.real_T, batch["attention_mask"].bool().flatten())
+
+
+# --- models that this pass cannot run
+
+
+class Reordered(ModuleList):
+    """Decoder layers whose list, when sliced as families do, is what ``calls`` makes of it."""
+
+    def __init__(self, layers: ModuleList, calls: Callable[[list[Module]], list[Any]]):
+        super().__init__(layers)
+        self._calls = calls
+
+    def __getitem__(self, index):
+        return self._calls(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+
+
+def reordered(calls: Callable[[list[Module]], list[Any]]) -> Any:
+    model = random_model()
+    model.model.layers = Reordered(model.model.layers, calls)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("calls", "times"),
+    [(lambda layers: layers * 2, 6), (lambda layers: [*layers, layers[0]], 4), (lambda layers: layers[:-1], 2)],
+    ids=["loop", "one again", "one skipped"],
+)
+def test_a_decoder_layer_that_is_not_called_once(calls, times: int):
+    model, recorder = reordered(calls), Recorder()
+    with pytest.raises(CoverageError, match=f"calls its 3 decoder layers {times} times, but each must be called once"):
+        visit_layers(model, find_moe_layers(model), data("right"), recorder, "Test")
+    assert not recorder.events
+
+
+def test_one_decoder_layer_at_two_places():
+    model = random_model()
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(CoverageError, match="calls its 2 decoder layers 3 times"):
+        visited(model, data("right"))
+
+
+def test_hidden_states_that_change_between_layers():
+    def scaled(layer: Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return layer(2 * hidden, *args, **kwargs)
+
+    model, recorder = (
+        reordered(lambda layers: [layers[0], *(partial(scaled, layer) for layer in layers[1:])]),
+        Recorder(),
+    )
+    with pytest.raises(CoverageError, match=r"one by one, differ from the model by \d+%, above 5%: choose channel_m"):
+        visit_layers(model, find_moe_layers(model), data("right"), recorder, "Test")
+    assert not recorder.events
+
+
+def test_layers_that_are_called_in_another_order():
+    """The order of calls counts, not that of the list."""
+    model, batches = reordered(lambda layers: layers[::-1]), data("right")
+    recorder = visited(model, batches)
+    layers = find_moe_layers(model)
+    ends = [event for event in recorder.events if event.startswith("end")]
+    assert ends == [f"end of {layer.name}" for layer in reversed(layers)]
+    for name, expected in own_forward(model, batches).items():
+        assert_same(recorder.seen[name], expected)
+
+
+@pytest.mark.parametrize("change", [lambda _: False, shrink], ids=["same", "changed"])
+def test_layers_that_write_into_their_input(change):
+    def writes(layer: Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden.mul_(0.5).add_(layer(hidden, *args, **kwargs))
+
+    models = [random_model() for _ in range(2)]
+    for model in models:
+        for layer in model.model.layers:
+            layer.forward = partial(writes, layer.forward)
+    batches = data("right")
+    recorder = visited(models[0], batches, change)
+    for name, expected in own_forward(models[0], batches).items():
+        assert_same(recorder.seen[name], expected, outputs=change is not shrink)
+
+
+# --- where hidden states are kept
+
+
+@pytest.mark.parametrize(("free", "expected"), [(999, "cpu"), (1000, "cuda:1")])
+def test_hidden_states_that_do_not_fit_go_to_the_cpu(monkeypatch: pytest.MonkeyPatch, free: int, expected: str):
+    """Those before and behind a layer, of 1000 bytes each, may take half of what is free and their own memory."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(str(device)), (3 * free, 0))[1])
+    hidden: Any = [SimpleNamespace(device=torch.device("cuda:1"), nbytes=nbytes) for nbytes in (600, 400)]
+    assert layerwise._store_device(hidden) == torch.device(expected)
+    assert asked == ["cuda:1"]
+
+
+def test_hidden_states_of_a_model_on_the_cpu_stay():
+    assert layerwise._store_device([torch.ones(2)]) == torch.device("cpu")
+
+
+# --- models that compute elsewhere
+
+
+def test_an_offloaded_model(tmp_path):
+    source = save_float64(tmp_path / "model", "qwen2_moe")
+    model, batches = on_disk(source, tmp_path / "disk"), data("right")
+    expected = own_forward(model, batches)
+    recorder = visited(model, batches)
+    for name, wanted in expected.items():
+        assert_same(recorder.seen[name], wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_bfloat16_model_on_a_processor_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch, family: str):
+    """The values are those of the same model in float32, and the weights stay in bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: AVX2)
+    model, batches = random_model(family, torch.bfloat16), data("right")
+    wide = random_model(family, torch.bfloat16).float()
+    recorder = visited(model, batches)
+    for name, expected in own_forward(wide, batches).items():
+        assert all(each[2].dtype == torch.float32 for each in recorder.seen[name])
+        assert_same(recorder.seen[name], expected, rtol=1e-5)
+    assert all(each.dtype == torch.bfloat16 for each in model.parameters())
+
+
+def test_a_bfloat16_model_on_a_processor_that_is_fast_in_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: AVX2 | {"amx_bf16": True})
+    model, batches = random_model(dtype=torch.bfloat16), data("right")
+    recorder = visited(model, batches)
+    for name, expected in own_forward(model, batches).items():
+        assert all(each[2].dtype == torch.bfloat16 for each in recorder.seen[name])
+        torch.testing.assert_close(recorder.seen[name][0][2], expected[0][2])
