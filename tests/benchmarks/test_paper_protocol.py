@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from benchmarks import paper_protocol
 from moe_coverage_plugin.cli import COMMANDS
 from moe_coverage_plugin.cli.arguments import build_parser
 from moe_coverage_plugin.recipe_files import recipe_path
+from tests import processes
 
 CALIBRATION = ("--calibration", "c4=c4.txt", "gsm8k=gsm8k.txt", "code=code.txt")
 
@@ -67,6 +69,8 @@ def test_missing_texts_and_unknown_models_are_errors(tmp_path):
 def test_a_row_of_a_tiny_model(model_path, tmp_path, capsys, monkeypatch):
     """A row is pruned and measured; when it is run again, neither is repeated."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    forked = SimpleNamespace(run=lambda command, **_: processes.run(*command[1:]))
+    monkeypatch.setattr(paper_protocol, "subprocess", forked)
     (tmp_path / "text.txt").write_text(" ".join(f"w{200 + i * i % 300}" for i in range(400)))
     row = {"question": "w205 w217", "choices": ["w241 w299", "w307"], "answer": 1}
     (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")

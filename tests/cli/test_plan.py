@@ -198,6 +198,13 @@ COMBINATIONS = [
     {"scope": "layers", "inter_layer": "coverage", "layer_prior": "uniform", "intra_layer": "topk_channel"},
 ]
 ALIGNMENTS = [{"block_size": 32}, {"block_size": 64}, {"block_size": 32, "strategy": "hamilton", "min_width": 64}]
+LAYOUTS, SPARSITIES = ("ragged", "padded"), (0.5, 0.875)
+# every pair of an alignment, a layout and a sparsity
+CASES = [
+    (alignment, layout, SPARSITIES[(number + kind) % 2])
+    for number, alignment in enumerate(ALIGNMENTS)
+    for kind, layout in enumerate(LAYOUTS)
+]
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2", "deepseek_v3", "minimax_m2"])
@@ -221,30 +228,28 @@ def test_plan_is_what_the_modifier_makes(measured: tuple[Path, Path], options: d
     scores, _ = load_scores(file)
     model = AutoModelForCausalLM.from_pretrained(source)
     linearize_moe(model)
-    for alignment in ALIGNMENTS:
-        for layout in ("ragged", "padded"):
-            for sparsity in (0.5, 0.875):
-                given = {"sparsity": sparsity} | options
-                try:
-                    shown = make_plan(scores, PlanOptions(**given, **alignment, layout=layout))[2]
-                except CoverageError as error:
-                    shown = str(error)
-                recipe = [
-                    AttributionModifier(scores=str(file)),
-                    CoverageModifier(**given),
-                    AlignmentModifier(**alignment),
-                    ChannelPruningModifier(layout=layout, reconstruct=False, pictures=False),
-                ]
-                pruned = deepcopy(model)
-                try:
-                    oneshot(model=pruned, dataset=token_batches(samples=1, length=8), recipe=recipe)
-                    made = torch.stack([modifier_widths(layer) for layer in find_moe_layers(pruned)])
-                except CoverageError as error:
-                    made = str(error)
-                if isinstance(shown, str):
-                    assert made == shown.replace("--sparsity ", "sparsity="), (given, alignment, layout)
-                else:
-                    assert torch.equal(shown, made), (given, alignment, layout)
+    for alignment, layout, sparsity in CASES:
+        given = {"sparsity": sparsity} | options
+        try:
+            shown = make_plan(scores, PlanOptions(**given, **alignment, layout=layout))[2]
+        except CoverageError as error:
+            shown = str(error)
+        recipe = [
+            AttributionModifier(scores=str(file)),
+            CoverageModifier(**given),
+            AlignmentModifier(**alignment),
+            ChannelPruningModifier(layout=layout, reconstruct=False, pictures=False),
+        ]
+        pruned = deepcopy(model)
+        try:
+            oneshot(model=pruned, dataset=token_batches(samples=1, length=8), recipe=recipe)
+            made = torch.stack([modifier_widths(layer) for layer in find_moe_layers(pruned)])
+        except CoverageError as error:
+            made = str(error)
+        if isinstance(shown, str):
+            assert made == shown.replace("--sparsity ", "sparsity="), (given, alignment, layout)
+        else:
+            assert torch.equal(shown, made), (given, alignment, layout)
 
 
 def modifier_widths(layer: Any) -> torch.Tensor:
