@@ -216,13 +216,18 @@ class Manifest:
         Raises:
             CoverageError: as :meth:`from_quantization_config`; or the file is absent or not a JSON object.
         """
-        config = read_json(Path(path) / "config.json")
+        file = Path(path) / "config.json"
+        return cls.from_config(read_json(file), file)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], file: Path) -> Manifest | None:
+        """Read the entry of a config that was read from a file; otherwise as :meth:`from_checkpoint`."""
         if not isinstance(quantization := config.get("quantization_config"), Mapping | None):
             raise CoverageError(
-                f"quantization_config in {Path(path) / 'config.json'} is {short(quantization)}, expected an object: "
-                "it is damaged, copy the checkpoint again"
+                f"quantization_config in {file} is {short(quantization)}, expected an object: it is damaged, copy "
+                "the checkpoint again"
             )
-        return cls.from_quantization_config(config.get("quantization_config")) or cls.from_quantization_config(config)
+        return cls.from_quantization_config(quantization) or cls.from_quantization_config(config)
 
 
 def _check_limit(what: str, size: int, most: int) -> None:

@@ -53,11 +53,13 @@ def load(
             not supported.
     """
     path = Path(path)
-    if not (path / "config.json").is_file() or (manifest := Manifest.from_checkpoint(path)) is None:
+    file = path / "config.json"
+    stored = read_json(file) if file.is_file() else {}
+    if (manifest := Manifest.from_config(stored, file)) is None:
         raise CoverageError(
             f"{path} is not a pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
         )
-    tensors = check_checkpoint(path, manifest)
+    tensors = check_checkpoint(path, manifest, stored)
     report = _read_report(path / REPORT_NAME)
     config, quantization = read_config(path, manifest, tensors, trust_remote_code)
     if quantization_config is not None:

@@ -98,14 +98,15 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise CoverageError(f"{directory} is not a directory: give that of a pruned checkpoint")
-    manifest = Manifest.from_checkpoint(directory)
+    file = directory / "config.json"
+    config = read_json(file)
+    manifest = Manifest.from_config(config, file)
     if manifest is None:
         raise CoverageError(
             f"{directory} is not a pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
             "ChannelPruningModifier wrote"
         )
-    tensors = check_checkpoint(directory, manifest)
-    config = read_json(directory / "config.json")
+    tensors = check_checkpoint(directory, manifest, config)
     quantization = config.get("quantization_config") or {}
     text_config = config.get("text_config") or config
     remarks: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
 from moe_coverage_plugin.expert_scheme import ExpertScheme, describe_numbers
-from moe_coverage_plugin.files.split_layers import EXPERTS, split_layers
+from moe_coverage_plugin.files.split_layers import evenly_split_layers
 from moe_coverage_plugin.parallelism import ParallelShape, degrees, imbalance
 
 HEADERS = (
@@ -45,6 +45,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     obstacles = degrees(_parallel_shape(checkpoint))
     legal = [degree for degree, found in obstacles.items() if not found]
+    on_cpus = degrees(_parallel_shape(checkpoint, any_expert_ranks=bool(checkpoint.groups)))
     return {
         "checkpoint": str(checkpoint.directory),
         "layout": manifest.layout,
@@ -61,6 +62,7 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensor_parallel": {
             "legal": legal,
             "imbalance": {str(degree): _imbalance(checkpoint, degree) for degree in legal},
+            "legal_on_cpus_only": [each for each, found in on_cpus.items() if not found and each not in legal],
             "blocked": {str(degree): found for degree, found in obstacles.items() if found},
         },
         "provenance": manifest.provenance,
@@ -68,21 +70,20 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _parallel_shape(checkpoint: Checkpoint) -> ParallelShape:
+def _parallel_shape(checkpoint: Checkpoint, any_expert_ranks: bool = False) -> ParallelShape:
     """Return the sizes that decide on the tensor-parallel degrees of a checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        any_expert_ranks: whether our method serves quantized experts of one width, too, as in builds for CPUs.
 
     Raises:
         CoverageError: a number is absent in the config, or a packed weight has no scales.
     """
     latent = checkpoint.config.get("kv_lora_rank") is not None
     has_own = checkpoint.config.get("num_key_value_heads") is not None
-    ragged = checkpoint.manifest.layout == "ragged"
-    # ragged experts are split in units of groups, on any number of ranks
-    layers = {
-        layer.as_split(layer.kind)
-        for layer in split_layers(checkpoint.tensors, checkpoint.quantization)
-        if not (ragged and layer.kind == EXPERTS)
-    }
+    found = evenly_split_layers(checkpoint.tensors, checkpoint.quantization, checkpoint.manifest, any_expert_ranks)
+    layers = {layer.as_split(layer.kind) for layer in found}
     return ParallelShape(
         attention_heads=checkpoint.size("num_attention_heads"),
         key_value_heads=None if latent else checkpoint.size(f"num_{'key_value' if has_own else 'attention'}_heads"),
@@ -158,6 +159,8 @@ def _show(summary: dict[str, Any]) -> None:
     print(f"\n{output.table(('width', 'experts', ''), list(_histogram(widths, summary['intermediate_size'])))}")
     parallel = summary["tensor_parallel"]
     print(f"\ntensor parallel in vLLM: {', '.join(map(_degree, parallel['imbalance'].items()))}")
+    if on_cpus := parallel["legal_on_cpus_only"]:
+        print(f"  in builds of vLLM for CPUs also {', '.join(map(str, on_cpus))}")
     print(output.fact_lines({f"  not {degree}": _first(found) for degree, found in parallel["blocked"].items()}))
 
 

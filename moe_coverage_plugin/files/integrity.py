@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_coverage_plugin.files.expert_tensors import find_experts, names_of
 from moe_coverage_plugin.files.expert_widths import check_expert_names, check_expert_shapes
@@ -24,7 +25,9 @@ RECIPE_NAME = "recipe.yaml"
 SIGNED_QUANTIZER = "AutoRoundModifier"
 
 
-def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
+def check_checkpoint(
+    directory: Path, manifest: Manifest, config: Mapping[str, Any] | None = None, tensors: Tensors | None = None
+) -> Tensors:
     """Check that config, manifest and weight files of a local checkpoint belong together and are complete.
 
     Checkpoints of release 0.1 have no record of their contents. Their experts, scales and the shapes that follow from
@@ -34,6 +37,8 @@ def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
     Args:
         directory: the checkpoint.
         manifest: its manifest.
+        config: its ``config.json``, if the caller has read it.
+        tensors: headers of all its weight files, if the caller has read them.
 
     Returns:
         The headers of all tensors, except those of layers that predict several tokens, which no reader loads.
@@ -43,14 +48,16 @@ def check_checkpoint(directory: Path, manifest: Manifest) -> Tensors:
             the first one.
     """
     file = directory / "config.json"
-    config = read_json(file)
+    if config is None:
+        config = read_json(file)
     text_config = config.get("text_config") or config
     quantization = config.get("quantization_config") or {}
     check_quantization(quantization)
     if not isinstance(text_config, Mapping):
         raise CoverageError(f"{file} is damaged (text_config is not an object): copy the checkpoint again")
     check_sizes(text_config, manifest)
-    tensors = read_headers(directory)
+    if tensors is None:
+        tensors = read_headers(directory)
     if mtp_layers(config):
         # engines pass over such layers in models that have them, and some tools copy them from the source of a model
         tensors = {name: tensor for name, tensor in tensors.items() if not is_mtp_name(name, config)}

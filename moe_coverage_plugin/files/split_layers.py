@@ -10,7 +10,7 @@ from typing import Any
 from moe_coverage_plugin.expert_scheme import quantized_groups
 from moe_coverage_plugin.files.headers import Tensors
 from moe_coverage_plugin.files.weights import open_weights
-from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.parallelism import SplitLayer
 
 SPLIT_BY_INPUT = re.compile(r"\.(o_proj|out_proj|down_proj|w2)\.(weight|weight_shape)$")
@@ -42,16 +42,32 @@ class StoredLayer:
         return SplitLayer(what, self.channels, self.unit, self.unit_name)
 
 
-def split_layers(tensors: Tensors, quantization: Any) -> Iterator[StoredLayer]:
-    """Yield the layers that are split by input channels, one for each combination of kind, shapes and dtype.
+def evenly_split_layers(
+    tensors: Tensors, quantization: Any, manifest: Manifest, any_expert_ranks: bool
+) -> Iterator[StoredLayer]:
+    """Yield the layers whose input channels ranks share evenly, each without cutting a unit.
+
+    Experts of unequal width are not among them: our method assigns entire units of them, to any number of ranks.
 
     Args:
-        tensors: headers of all weight files.
+        tensors: headers of all weight files; empty if they are unknown.
         quantization: ``quantization_config`` of the checkpoint; ``None`` if there is none.
+        manifest: of the checkpoint.
+        any_expert_ranks: whether our method serves experts of one width, too, of which only the width must be divided.
 
     Raises:
         CoverageError: a packed weight has no scales, or its shape is damaged.
     """
+    one_width = manifest.layout != "ragged"
+    if one_width and (any_expert_ranks or not tensors):
+        yield StoredLayer(EXPERTS, EXPERTS, manifest.declared_width)
+    for layer in _split_layers(tensors, quantization):
+        if layer.kind != EXPERTS or (one_width and not any_expert_ranks):
+            yield layer
+
+
+def _split_layers(tensors: Tensors, quantization: Any) -> Iterator[StoredLayer]:
+    """Yield the layers that are split by input channels, one for each combination of kind, shapes and dtype."""
     weights = [group["weights"] for group in quantized_groups(quantization)]
     seen = set()
     for name, tensor in tensors.items():

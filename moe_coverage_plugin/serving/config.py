@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +21,13 @@ from moe_coverage_plugin.expert_scheme import (
     layer_entry,
     served_scheme,
 )
-from moe_coverage_plugin.files.integrity import check_checkpoint
 from moe_coverage_plugin.files.quantization import check_quantization
-from moe_coverage_plugin.files.weights import has_weights
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.deployment import NO_DRAFT, check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
+from moe_coverage_plugin.serving.local_files import check_local
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -187,17 +185,6 @@ class CoverageConfig(CompressedTensorsConfig):
                 "weights of 4 bits: quantize it with W4A16 or FP8_DYNAMIC, or serve it on a GPU"
             )
         return DecompressedLinearMethod(scheme)
-
-
-def check_local(model_name: str, manifest: Manifest | None) -> None:
-    """Check the files of a local checkpoint; one that vLLM will download, or without weights, is not checked.
-
-    Raises:
-        CoverageError: it is incomplete, damaged, or not that of its manifest.
-    """
-    directory = Path(model_name)
-    if manifest is not None and has_weights(directory) and (directory / "config.json").is_file():
-        check_checkpoint(directory, manifest)
 
 
 def check_unquantized(model_name: str, hf_config: PretrainedConfig) -> None:

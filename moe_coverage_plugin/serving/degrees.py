@@ -7,30 +7,28 @@ above", or, in some releases, at the first request. Ragged experts always fit: r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from moe_coverage_plugin.files.headers import read_headers
-from moe_coverage_plugin.files.split_layers import EXPERTS, split_layers
-from moe_coverage_plugin.files.weights import SUFFIX
-from moe_coverage_plugin.manifest import CoverageError, Manifest, read_json
-from moe_coverage_plugin.parallelism import SplitLayer, heads_obstacle
+from moe_coverage_plugin.files.split_layers import EXPERTS, evenly_split_layers
+from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.parallelism import heads_obstacle
+from moe_coverage_plugin.serving.local_files import LocalFiles
 
 
 def check_degrees(
-    directory: Path,
     manifest: Manifest,
     quantization: Mapping[str, Any],
+    files: LocalFiles | None,
     ranks: int,
     expert_ranks: int,
     any_expert_ranks: bool,
 ) -> None:
-    """Check that the numbers of ranks divide the layers of a local checkpoint into entire quantization groups.
+    """Check that the numbers of ranks divide the layers of a checkpoint into entire quantization groups.
 
     Args:
-        directory: of the checkpoint; one that is not local is not checked.
         manifest: of the checkpoint.
         quantization: ``quantization_config`` of the checkpoint.
+        files: of the checkpoint; ``None`` if it is not local, and then only experts of one width are checked.
         ranks: number of ranks that share each linear layer.
         expert_ranks: number of ranks that share each expert.
         any_expert_ranks: whether our method serves the experts, which any number of ranks may share.
@@ -38,16 +36,12 @@ def check_degrees(
     Raises:
         CoverageError: a layer does not fit; the message names the first one.
     """
-    if manifest.layout != "ragged":
-        _check(SplitLayer("experts", manifest.declared_width), expert_ranks)
-    if not any(directory.glob(f"*{SUFFIX}")):
-        return
-    _check_heads(read_json(directory / "config.json"), ranks)
-    for layer in split_layers(read_headers(directory), quantization):
-        if layer.kind != EXPERTS:
-            _check(layer.as_split(layer.name), ranks)
-        elif manifest.layout != "ragged" and not any_expert_ranks:
-            _check(layer.as_split(layer.name), expert_ranks)
+    if files is not None:
+        _check_heads(files.config, ranks)
+    tensors = files.tensors if files is not None else {}
+    for layer in evenly_split_layers(tensors, quantization, manifest, any_expert_ranks):
+        degree = expert_ranks if layer.kind == EXPERTS else ranks
+        _raise(layer.as_split(layer.name).obstacle(degree), degree)
 
 
 def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
@@ -56,10 +50,6 @@ def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
     # latent attention has no such heads
     if type(heads) is int and heads > 0 and text_config.get("kv_lora_rank") is None:
         _raise(heads_obstacle(heads, ranks), ranks)
-
-
-def _check(layer: SplitLayer, ranks: int) -> None:
-    _raise(layer.obstacle(ranks), ranks)
 
 
 def _raise(obstacle: str | None, ranks: int) -> None:

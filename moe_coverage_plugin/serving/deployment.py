@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.degrees import check_degrees
+from moe_coverage_plugin.serving.local_files import read_local
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,9 +51,9 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))
     check_degrees(
-        Path(model_config.model),
         manifest,
         quantization_config,
+        read_local(model_config.model),
         ranks=parallel.tensor_parallel_size,
         # vLLM shards experts over data-parallel ranks too, unless it assigns entire experts to ranks
         expert_ranks=1

@@ -80,6 +80,27 @@ def test_degrees_of_quantized_experts_of_one_width(script: Any, tmp_path: Path, 
     assert summary["tensor_parallel"]["blocked"]["4"] == [
         "32 channels of the experts on each rank are not a multiple of the group size 64"
     ]
+    # builds for CPUs have no kernel for such experts, and ours assigns groups unevenly
+    assert summary["tensor_parallel"]["legal_on_cpus_only"] == [4]
+    assert "\n  in builds of vLLM for CPUs also 4\n" in script("inspect", uniform).out
+
+
+@pytest.mark.parametrize("name", ["pruned", "shared", "float8"])
+def test_degrees_of_other_checkpoints_are_those_of_all_builds(
+    script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Field case 2.17: ragged experts are served by our method in all builds, those in 16 bit by vLLM's own."""
+    directory = request.getfixturevalue(name)
+    assert inspected(script, tmp_path, directory)["tensor_parallel"]["legal_on_cpus_only"] == []
+    assert "for CPUs" not in script("inspect", directory).out
+
+
+def test_the_config_is_read_once(script: Any, pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda file, **kwargs: reads.append(file.name) or read_text(file, **kwargs))
+    assert script("inspect", pruned).status == 0
+    assert reads.count("config.json") == 1
 
 
 def test_degrees_of_ragged_experts_follow_the_other_layers(script: Any, tmp_path: Path, shared: Path) -> None:

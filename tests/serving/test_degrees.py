@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
 
 from moe_coverage_plugin.cli.checkpoint import read_checkpoint
-from moe_coverage_plugin.cli.inspection import _parallel_shape
-from moe_coverage_plugin.manifest import CoverageError, Layout, Manifest
-from moe_coverage_plugin.parallelism import degrees, rank_ranges
+from moe_coverage_plugin.cli.inspection import _summary
+from moe_coverage_plugin.files import headers
+from moe_coverage_plugin.files.headers import read_headers
+from moe_coverage_plugin.manifest import CoverageError, Layout, Manifest, read_json
+from moe_coverage_plugin.parallelism import rank_ranges
+from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.degrees import check_degrees
+from moe_coverage_plugin.serving.local_files import LocalFiles
 from tests.serving.engine import OPTIONS, checkpoint_path
 
+LIMIT = 8
 EXPERTS = "model.layers.3.mlp.experts"
 DENSE = "model.layers.0.mlp.down_proj"
 SHARED = "model.layers.3.mlp.shared_expert.down_proj"
@@ -39,7 +45,8 @@ def check(directory: Path, layout: Layout, width: int, group_size: int | None, r
     strategy = "group" if group_size else "channel"
     weights = {"num_bits": 4, "type": "int", "strategy": strategy, "group_size": group_size}
     quantization = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    check_degrees(directory, manifest, quantization, ranks, ranks, ours)
+    files = LocalFiles(read_json(directory / "config.json"), read_headers(directory)) if directory.exists() else None
+    check_degrees(manifest, quantization, files, ranks, ranks, ours)
 
 
 @pytest.mark.parametrize(("width", "group_size", "ranks"), [(768, 128, 4), (640, 128, 2), (896, 128, 2)])
@@ -64,9 +71,10 @@ def test_experts_whose_share_ends_within_a_group(tmp_path: Path, width: int, gro
 
 def test_experts_of_one_width_are_shared_evenly(tmp_path: Path) -> None:
     """Case 2: vLLM asserts without a message that the ranks divide the one width of experts."""
+    absent = tmp_path / "not downloaded yet"
     with pytest.raises(CoverageError, match=r"3 ranks .* 640 channels of the experts are not a multiple of it"):
-        check(tmp_path, "padded", 640, None, 3, ours=True)
-    check(tmp_path, "ragged", 640, None, 3, ours=True)
+        check(absent, "padded", 640, None, 3, ours=True)
+    check(absent, "ragged", 640, None, 3, ours=True)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +103,11 @@ def test_scales_of_entire_rows_are_cut_between_packed_words(tmp_path: Path) -> N
         check(directory, "ragged", 1408, None, 16)
 
 
-def configure(name: str, **options: Any) -> None:
+def configure(name: str | Path, **options: Any) -> None:
     """Everything that vLLM does in the user's process before it starts another process."""
     arguments: dict[str, Any] = OPTIONS | {"distributed_executor_backend": "mp"} | options
-    EngineArgs(model=str(checkpoint_path(name)), **arguments).create_engine_config()
+    path = name if isinstance(name, Path) else checkpoint_path(name)
+    EngineArgs(model=str(path), **arguments).create_engine_config()
 
 
 @pytest.mark.engine
@@ -106,6 +115,22 @@ def test_cause_is_in_the_error_of_the_parent() -> None:
     """Case 4: two ranks would hold 192 of 384 channels of a shared expert each, and the user's process says so."""
     with pytest.raises(ValueError, match=r"2 ranks .* 192 channels of the .*shared_expert\.down_proj .* inspect"):
         configure("ragged_shared_w4a16", tensor_parallel_size=2)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["ragged_w4a16", "padded_fp32"])
+def test_files_are_read_once_for_an_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field case 2.14: integrity and degrees are checked on one reading, until a file changes."""
+    path = Path(shutil.copytree(checkpoint_path(name), tmp_path / name))
+    reads: list[str] = []
+    read_text, read_header = Path.read_text, headers._read_header
+    monkeypatch.setattr(Path, "read_text", lambda file, **kwargs: reads.append(file.name) or read_text(file, **kwargs))
+    monkeypatch.setattr(headers, "_read_header", lambda file: reads.append(file.name) or read_header(file))
+    configure(path, tensor_parallel_size=2)
+    assert reads.count("config.json") == reads.count("model.safetensors") == 1
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        configure(path, tensor_parallel_size=2)
 
 
 @pytest.mark.engine
@@ -126,14 +151,19 @@ LISTED = [
 @pytest.mark.parametrize("name", LISTED)
 def test_inspect_lists_what_the_engine_takes(name: str) -> None:
     """Field case 2.17: the two had rules of their own."""
-    found = degrees(_parallel_shape(read_checkpoint(checkpoint_path(name))), limit=8)
-    legal = {degree for degree, obstacles in found.items() if not obstacles}
-    taken = {degree for degree in found if is_taken(name, degree)}
-    if name == "padded_w4a16":
-        # on CPUs our method serves them, which may assign groups unevenly; inspect lists what every build takes
-        assert legal <= taken
-    else:
-        assert legal == taken
+    parallel = _summary(read_checkpoint(checkpoint_path(name)))["tensor_parallel"]
+    taken = [degree for degree in range(1, LIMIT + 1) if is_taken(name, degree)]
+    assert taken == [each for each in sorted(parallel["legal"] + parallel["legal_on_cpus_only"]) if each <= LIMIT]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["padded_w4a16", "padded_fp32", "ragged_w4a16"])
+def test_inspect_lists_what_builds_for_gpus_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field case 2.17: such builds compute 4-bit experts of one width by their own kernels."""
+    monkeypatch.setattr(compat, "lacks_w4a16_moe", lambda: False)
+    parallel = _summary(read_checkpoint(checkpoint_path(name)))["tensor_parallel"]
+    taken = [degree for degree in range(1, LIMIT + 1) if is_taken(name, degree)]
+    assert taken == [each for each in parallel["legal"] if each <= LIMIT]
 
 
 def is_taken(name: str, degree: int) -> bool:
