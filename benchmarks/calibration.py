@@ -1,7 +1,7 @@
 """Measures time and memory of scoring, on a random model with the shape of Qwen3-30B-A3B.
 
-Runs ``oneshot`` three times on the same tokens: with a modifier that does nothing (the toolkit's own pass), with
-scores in closed form, and with scores from gradients. Prints tokens per second, minutes for a calibration set of 3 M
+Runs ``oneshot`` four times on the same tokens: with a modifier that does nothing (the toolkit's own pass), with
+scores in closed form, with scores from gradients (``fisher``), and with those of ``obs``. Prints tokens per second, minutes for a calibration set of 3 M
 tokens, peak memory, and times relative to the first run. ``--json`` writes these figures with the card and versions.
 
     PYTHONPATH=. python benchmarks/calibration.py --json benchmarks/calibration.json
@@ -65,6 +65,7 @@ MODIFIERS: dict[str, Callable[[], Modifier]] = {
     OWN_PASS: NoOpModifier,
     "closed form": lambda: AttributionModifier(channel_metric="activation"),
     "gradients": lambda: AttributionModifier(channel_metric="fisher"),
+    "gradients and interactions": lambda: AttributionModifier(channel_metric="obs"),
 }
 
 
