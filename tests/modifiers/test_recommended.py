@@ -61,7 +61,7 @@ def global_blocks(
     ]
 
 
-@pytest.mark.parametrize("name", ["fisher_p25_q4", "fisher_p50_q4", "fisher_p50"])
+@pytest.mark.parametrize("name", ["recommended_p25_q4", "recommended_p50_q4", "recommended_p50"])
 def test_python_and_yaml_give_the_same_model(tmp_path: Path, name: str):
     wide = save_model(tmp_path / "model")
     sparsity = 0.25 if "p25" in name else 0.5
@@ -98,7 +98,7 @@ def test_unknown_scheme():
 
 def test_recommended_fields_are_in_the_yaml():
     """The function builds what a reader of the file sees."""
-    stage = yaml.safe_load(Path(recipe_path("fisher_p25_q4")).read_text())["prune_stage"]["prune_modifiers"]
+    stage = yaml.safe_load(Path(recipe_path("recommended_p25_q4")).read_text())["prune_stage"]["prune_modifiers"]
     for modifier in recommended_recipe(0.25)[:-1]:
         written = stage[type(modifier).__name__]
         built = modifier.model_dump()

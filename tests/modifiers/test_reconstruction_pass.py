@@ -1,0 +1,303 @@
+"""Reconstruction in ``oneshot``: what it fits, what it leaves, and that held-back tokens are not worse for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.offload.module import offload_module, remove_module_offload
+from datasets import Dataset
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_coverage_plugin import (
+    AlignmentModifier,
+    AttributionModifier,
+    ChannelPruningModifier,
+    CoverageError,
+    CoverageModifier,
+    load,
+)
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
+from moe_coverage_plugin.modeling.moe_layers import expert_width, find_moe_layers
+from tests.modifiers.harness import compress, flat_widths, logits, open_linear, refusal, save_tiny, widths
+from tests.tiny import add_tokenizer, token_batches
+
+pytestmark = pytest.mark.slow
+
+TRAINED = Path(__file__).parents[2] / "benchmarks" / "testbed" / "mini_moe"
+CHANNELS, BLOCK = 64, 16
+SMALL = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": CHANNELS, "vocab_size": 512}
+W4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK},
+        }
+    },
+    "ignore": ["lm_head", "re:.*shared_expert_gate$"],
+}
+
+
+def recipe(
+    reconstruct: bool = True,
+    sparsity: float = 0.5,
+    block_size: int = BLOCK,
+    ignore: Sequence[str] = (),
+    **pruning: Any,
+) -> list:
+    return [
+        # its scores take one pass less
+        AttributionModifier(channel_metric="fisher", ignore=list(ignore)),
+        CoverageModifier(sparsity=sparsity),
+        AlignmentModifier(block_size=block_size),
+        ChannelPruningModifier(reconstruct=reconstruct, pictures=False, **pruning),
+    ]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE: 2 layers of 8 experts with 64 channels."""
+    return add_tokenizer(save_tiny(tmp_path_factory.mktemp("source") / "small", **SMALL))
+
+
+def many() -> Dataset:
+    """Enough tokens to fit experts of 64 channels."""
+    return token_batches(samples=32, length=48)
+
+
+def reported(log: Sequence[str]) -> list[int]:
+    """Numbers of experts: all projections fitted, only ``down_proj`` fitted, unchanged."""
+    (line,) = (line for line in log if "Reconstruction fitted" in line)
+    assert re.search("tokens held back from the fit are no better with it, or too few", line)
+    return [int(number) for number in re.findall(r"\b\d+\b", line)]
+
+
+def changed(one: Any, other: Any) -> dict[tuple[int, int], set[str]]:
+    """For each layer and expert that both models have, the projections whose weights differ."""
+    found = {}
+    for index, (left, right) in enumerate(zip(find_moe_layers(one), find_moe_layers(other), strict=True)):
+        for expert, (mlp, twin) in enumerate(zip(left.mlps, right.mlps, strict=True)):
+            if expert_width(mlp):
+                pairs: dict[str, Any] = {name: (getattr(mlp, name), getattr(twin, name)) for name in PROJECTIONS}
+                found[index, expert] = {
+                    name for name, (linear, same) in pairs.items() if not torch.equal(linear.weight, same.weight)
+                }
+    return found
+
+
+# --- held-back tokens
+
+
+@pytest.fixture(scope="module")
+def text() -> Dataset:
+    """Sixteen samples of real text."""
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED)
+    ids = tokenizer((TRAINED / "calibration.txt").read_text(encoding="utf-8")[:30_000])["input_ids"]
+    samples = torch.tensor(ids[: 16 * 128]).view(16, 128)
+    return Dataset.from_dict({"input_ids": samples.tolist(), "attention_mask": torch.ones_like(samples).tolist()})
+
+
+def opened() -> Any:
+    return linearize_moe(AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32)).eval()
+
+
+@pytest.fixture(scope="module")
+def measured(text: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    """The trained model, pruned without reconstruction, and the options of AttributionModifier for its scores.
+
+    Two layers are enough: the second one sees what the first one has become.
+    """
+    path, model = tmp_path_factory.mktemp("scores") / "scores.bin", opened()
+    ignore = [r"re:.*layers\.[23]\..*"]
+    pruning = recipe(False, block_size=64)
+    pruning[0] = AttributionModifier(channel_metric="fisher", ignore=ignore, save_scores=str(path))
+    compress(model, pruning, dataset=text, batch_size=4, tokenizer=str(TRAINED))
+    return model, {"scores": str(path), "ignore": ignore}
+
+
+@torch.no_grad()
+def routed(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs of each layer's experts, their numbers and routing weights, by hooks on the model's own forward."""
+    found = []
+    handles = [
+        layer.experts.register_forward_pre_hook(lambda _module, args: found.append(args))
+        for layer in find_moe_layers(model)
+    ]
+    model.model(ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("refit", ["down", "all"])
+def test_no_experts_held_back_tokens_are_worse_than_without_reconstruction(
+    text: Dataset, measured: tuple[Any, dict[str, Any]], log: list[str], refit: str
+):
+    """Recomputed for each expert of a trained model, with the inputs that it has in the pruned model."""
+    (cut, attribution), original, fitted = measured, opened(), opened()
+    pruning = [AttributionModifier(**attribution), *recipe(block_size=64, refit=refit)[1:]]
+    compress(fitted, pruning, dataset=text, batch_size=4, tokenizer=str(TRAINED))
+    assert widths(cut) == widths(fitted)
+    held_T = (torch.arange(16) % 4 == 3).repeat_interleave(128)
+    inputs = routed(fitted.eval(), torch.tensor(text["input_ids"]))
+    layers = zip(*(find_moe_layers(model) for model in (original, cut, fitted)), inputs, strict=True)
+    better, ratios = 0, []
+    for whole, old, new, (hidden_TH, ids_TK, weights_TK) in layers:
+        for expert, mlp in enumerate(new.mlps):
+            if not 0 < expert_width(mlp) < 384:
+                continue
+            token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+            token, slot = token[held_T[token]], slot[held_T[token]]
+            with torch.no_grad():
+                target, with_fit, without = (
+                    each.mlps[expert](hidden_TH[token]).double() for each in (whole, new, old)
+                )
+            weight_M1 = weights_TK[token, slot, None].double()
+            error, before = (float((weight_M1 * (output - target)).square().sum()) for output in (with_fit, without))
+            # rounding in float32
+            assert error <= before * (1 + 1e-5)
+            better += error < before
+            ratios.append(error / before if before else 1.0)
+    differ = list(changed(cut, fitted).values())
+    counts = reported(log)
+    assert counts == [
+        sum("up_proj" in each for each in differ),
+        sum(each == {"down_proj"} for each in differ),
+        sum(not each for each in differ) - flat_widths(fitted).count(384),
+    ]
+    assert sum(counts) == len(ratios)
+    # of a trained model nearly every expert is better
+    assert better > 0.8 * len(ratios)
+    assert sorted(ratios)[len(ratios) // 2] < 0.85
+    assert (counts[0] > 0.5 * len(ratios)) == (refit == "all")
+
+
+def test_few_tokens_leave_the_weights_as_they_are(small: Path, log: list[str]):
+    """No expert has enough tokens on both sides, so the model is that without reconstruction."""
+    data = token_batches(samples=1, length=4)
+    cut, fitted = (compress(small, recipe(fit), dataset=data) for fit in (False, True))
+    assert not any(changed(cut, fitted).values())
+    assert torch.equal(logits(cut), logits(fitted))
+    pruned = [width for width in flat_widths(fitted) if 0 < width < CHANNELS]
+    assert reported(log) == [0, 0, len(pruned)]
+    assert FEWEST_TOKENS > 4
+
+
+# --- layouts, families, places and dtypes
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])
+@pytest.mark.parametrize("refit", ["down", "all"])
+def test_layouts(small: Path, tmp_path: Path, log: list[str], layout: str, refit: str):
+    """The widths are those of the plan, padding stays zero, and the checkpoint opens as the model in memory."""
+    cut, fitted = (
+        compress(small, recipe(fit, layout=layout, **fields), dataset=many(), batch_size=8, output_dir=output)
+        for fit, fields, output in ((False, {}, None), (True, {"refit": refit}, str(tmp_path / "out")))
+    )
+    assert widths(cut) == widths(fitted)
+    differ = changed(cut, fitted)
+    assert set().union(*differ.values()) == (set(PROJECTIONS) if refit == "all" else {"down_proj"})
+    counts = reported(log)
+    assert counts[0] == sum("up_proj" in each for each in differ.values())
+    assert counts[1] == sum(each == {"down_proj"} for each in differ.values())
+    for old, new in zip(find_moe_layers(cut), find_moe_layers(fitted), strict=True):
+        for mlp, twin in zip(old.mlps, new.mlps, strict=True):
+            if expert_width(mlp):
+                zero_N = ~mlp.up_proj.weight.any(1)
+                assert torch.equal(zero_N, ~twin.up_proj.weight.any(1))
+                assert torch.equal(zero_N, ~twin.gate_proj.weight.any(1))
+                assert not twin.down_proj.weight[:, zero_N].any()
+                assert bool(zero_N.any()) <= (layout == "padded")
+    # stock transformers opens a uniform one, with its own order of sums
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(fitted), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def distance(model: Any, original: Any, ids: Tensor) -> float:
+    """Of the last hidden states from those of the unpruned model."""
+    output, expected = (each.eval().model(ids).last_hidden_state for each in (model, original))
+    return float((output - expected).square().mean())
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"])
+def test_families(tmp_path: Path, family: str):
+    """With shared experts, a dense layer, biases and another activation, and hidden states that are scaled."""
+    shape = {"intermediate_size": CHANNELS} if family in ("gpt_oss", "granitemoe") else {}
+    source = add_tokenizer(save_tiny(tmp_path / "model", family, moe_intermediate_size=CHANNELS, **shape))
+    cut, fitted = (compress(source, recipe(fit), dataset=many(), batch_size=8) for fit in (False, True))
+    ids = torch.tensor(many()["input_ids"])
+    assert any("up_proj" in each for each in changed(cut, fitted).values())
+    assert distance(fitted, original := open_linear(source), ids) < distance(cut, original, ids)
+    for one, other in zip(cut.state_dict().items(), fitted.state_dict().items(), strict=True):
+        assert ".experts." in one[0] or torch.equal(one[1], other[1])
+
+
+def test_an_offloaded_model(small: Path, tmp_path: Path):
+    """The same weights as of the model in memory."""
+    resident, model = open_linear(small), open_linear(small)
+    for module in model.modules():
+        remove_module_offload(module)
+        offload_module(module, "cpu", "disk", offload_dir=str(tmp_path))
+    for each in (resident, model):
+        compress(each, recipe(), dataset=many(), batch_size=8, tokenizer=str(small))
+    assert widths(model) == widths(resident)
+    torch.testing.assert_close(logits(model), logits(resident), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_bfloat16_model(small: Path, monkeypatch: pytest.MonkeyPatch, fast: bool):
+    """On processors with and without bfloat16 instructions: fits are in float32, weights stay in bfloat16."""
+    features = {"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": fast}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    run = {"dataset": many(), "batch_size": 8, "tokenizer": str(small)}
+    cut, fitted = (compress(open_linear(small).bfloat16(), recipe(fit), **run) for fit in (False, True))
+    assert all(each.dtype == torch.bfloat16 for each in fitted.parameters())
+    assert set(PROJECTIONS) in changed(cut, fitted).values()
+    original, ids = open_linear(small), torch.tensor(many()["input_ids"])
+    assert distance(fitted.float(), original, ids) < distance(cut.float(), original, ids)
+
+
+def test_removed_experts_get_no_tokens_and_no_fit(small: Path, log: list[str]):
+    model = compress(small, recipe(sparsity=0.75), dataset=many(), batch_size=8)
+    flat = flat_widths(model)
+    assert 0 in flat
+    assert sum(reported(log)) == sum(0 < width < CHANNELS for width in flat)
+
+
+# --- with other options
+
+
+def test_a_quantizer_after_reconstruction(small: Path, tmp_path: Path):
+    """It quantizes the fitted weights, and the checkpoint opens as the model in memory."""
+    plain = compress(small, recipe(), dataset=many(), batch_size=8)
+    quantized = compress(small, [*recipe(), QuantizationModifier(**W4)], dataset=many(), batch_size=8)
+    assert widths(plain) == widths(quantized)
+    assert not any(changed(plain, quantized).values()), "the weights before rounding are the fitted ones"
+    expected = logits(quantized)
+    assert not torch.allclose(expected, logits(plain), rtol=1e-3, atol=1e-3)
+    quantized.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out")), expected)
+
+
+def test_refit_without_reconstruction_is_an_error(pristine, tmp_path: Path):
+    message = "refit='down' would do nothing with reconstruct=False of ChannelPruningModifier: leave it out, or use re"
+    with pytest.raises(CoverageError, match=message):
+        ChannelPruningModifier(reconstruct=False, refit="down")
+    yaml = """
+prune_stage:
+  prune_modifiers:
+    AttributionModifier: {channel_metric: fisher}
+    CoverageModifier: {sparsity: 0.5}
+    ChannelPruningModifier: {reconstruct: false, refit: down}
+"""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml)
+    assert re.search(message, refusal(pristine, str(file), tmp_path / "out"))
