@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -46,13 +47,25 @@ def main(source: str, output: str) -> None:
         "calibration": attribution.provenance,
     }
     Path(output).joinpath(f"{name}.json").write_text(json.dumps(result))
+    # which samples are held back from reconstruction depends on the number of ranks, hence not in the result
+    Path(output).joinpath(f"{name}.weights").write_text(weights_hash(model))
     torch.save(scores.channels_LEI, Path(output) / f"{name}.pt")
     if ranks > 1:
         dist.destroy_process_group()
 
 
+def weights_hash(model: PreTrainedModel) -> str:
+    """Of all weights, bit by bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def calibrate(source: str, dataset: Dataset) -> tuple[PreTrainedModel, AttributionModifier]:
-    model = AutoModelForCausalLM.from_pretrained(source)
+    # in float64, because the order of sums, which depends on ranks, must not change the order of channels
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     linearize_moe(model)
     recipe = recommended_recipe(0.5, block_size=64, scheme=None)
     attribution = recipe[0]
