@@ -46,8 +46,9 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
         return
     experts, channels = uniform_shape(layers)
     down = projections(layers[0].mlps[0])["down_proj"]
-    # the moments of output gradients of all layers in 32 bits, and four float64 matrices per expert of one layer
-    needed = len(layers) * 4 * down.out_features**2 + 4 * 8 * experts * channels**2
+    # the moments of output gradients of all layers in 32 bits, and eight float64 matrices per expert of one layer,
+    # the measured peak of obs_scores with the sums that it gets
+    needed = len(layers) * 4 * down.out_features**2 + 8 * 8 * experts * channels**2
     device = get_execution_device(down)
     cuda = isinstance(device, torch.device) and device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available

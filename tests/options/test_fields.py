@@ -84,9 +84,14 @@ def test_unknown_choice_names_the_known(options: type[Options], name: str) -> No
         (CoverageOptions, {"inter_layer": "uniform"}, "inter_layer='uniform' would do nothing with scope='global'"),
         (CoverageOptions, {"scope": "global", "layer_prior": "uniform"}, "layer_prior='uniform' would do nothing"),
         (CoverageOptions, {"expert_prior": "usage"}, "expert_prior='usage' would do nothing with intra_layer='topk_"),
+        (
+            ChannelPruningOptions,
+            {"reconstruct": False, "refit": "down"},
+            "refit='down' would do nothing with reconstruct",
+        ),
         (AlignmentOptions, {"min_width": 64}, "min_width=64 would do nothing with strategy='blocks'"),
         (AlignmentOptions, {"strategy": "blocks", "rule": "l-r-s"}, "rule='l-r-s' would do nothing"),
-        (AttributionOptions, {"ema": 0.9}, "ema=0.9 does not average gradients, which channel_metric='fisher' needs"),
+        (AttributionOptions, {"ema": 0.9}, "ema=0.9 does not average gradients, which channel_metric='obs' needs"),
         (
             AttributionOptions,
             {"ema": 0.9, "channel_metric": "weight", "expert_importance": "nll_signed"},
@@ -112,6 +117,8 @@ def test_options_that_contradict_each_other(options: type[Options], values: dict
         (AlignmentOptions, {"strategy": "blocks", "block_size": 64, "min_width": 128, "rule": "l-r-c"}),
         (AttributionOptions, {"layer_batches": 2}),
         (AttributionOptions, {"ema": 0.9, "channel_metric": "activation"}),
+        (ChannelPruningOptions, {"reconstruct": False, "refit": "all"}),
+        (ChannelPruningOptions, {"refit": "down"}),
     ],
 )
 def test_options_that_fit(options: type[Options], values: dict[str, Any]) -> None:
@@ -136,14 +143,14 @@ def test_the_recipe_that_relied_on_old_defaults_stops() -> None:
 
 def test_defaults_are_the_recommended_method() -> None:
     attribution, coverage = AttributionOptions(), CoverageOptions(sparsity=0.25)
-    assert attribution.channel_metric == "fisher"
+    assert attribution.channel_metric == "obs"
     assert attribution.layer_noise is None
     assert (coverage.scope, coverage.intra_layer) == ("global", "topk_channel")
     # everything that the plan needs is measured
     assert not coverage.uses_layer_loss
     assert not coverage.uses_attribution
     assert (AlignmentOptions().strategy, AlignmentOptions().block_size) == ("blocks", 128)
-    assert ChannelPruningOptions().reconstruct
+    assert (ChannelPruningOptions().reconstruct, ChannelPruningOptions().refit) == (True, "all")
 
 
 @pytest.mark.parametrize("options", CLASSES)
