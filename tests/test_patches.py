@@ -32,6 +32,7 @@ from llmcompressor.modeling.moe.linearize import get_non_linearized_moes, linear
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.utils import append_recipe_dict
 from llmcompressor.transformers.compression import compressed_tensors_utils as toolkit_saving
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -192,6 +193,13 @@ def test_each_save_adds_a_hook_that_decompresses() -> None:
         ModelCompressor().add_decompress_hook(model)
     ModelCompressor().remove_decompression_hook(model)
     assert len(model._forward_pre_hooks) == 1
+
+
+def test_numbered_stages_are_skipped() -> None:
+    stages = {f"{name}_stage": {"a_modifiers": {"ConstantPruningModifier": {"targets": ["a"]}}} for name in "ab"}
+    assert len(Recipe.from_dict(stages).modifiers) == 2
+    assert [*append_recipe_dict({"a_stage": {}}, {"a_stage": {}})] == ["a_stage_0", "a_stage_1"]
+    assert not Recipe.from_dict({"a_stage_0": stages["a_stage"]}).modifiers
 
 
 def test_scales_are_left_as_allocated() -> None:

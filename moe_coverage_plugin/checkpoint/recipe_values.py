@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from llmcompressor.transformers.utils import RECIPE_FILE_NAME
 from loguru import logger
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.options.recipes import stage_name
+
+NUMBERED_STAGE = re.compile(r"^\w+_stage_\d+:", re.MULTILINE)
 TAG = "tag:yaml.org,2002:python/"
 
 
@@ -82,20 +86,23 @@ def _beside(model: PreTrainedModel) -> Path:
 
 
 def write_values(recipe: Path) -> None:
-    """Replace members of enumerations in a recipe by their values, and leave out other Python objects.
+    """Replace members of enumerations in a recipe by their values, leave out other Python objects, and name stages.
+
+    llm-compressor skips the stages that it has numbered.
 
     Args:
         recipe: file that llm-compressor wrote.
     """
     text = recipe.read_text(encoding="utf-8")
-    if "!!python/" not in text:
+    if "!!python/" not in text and not NUMBERED_STAGE.search(text):
         return
     # patch: recipe-objects
-    content = _Values(text).get_single_data()
+    # patch: numbered-stages
+    content = _without_unset(_Values(text).get_single_data())
+    if isinstance(content, dict):
+        content = {stage_name(key) if NUMBERED_STAGE.match(f"{key}:") else key: each for key, each in content.items()}
     recipe.write_text(
-        yaml.safe_dump(
-            _without_unset(content), allow_unicode=True, sort_keys=False, default_flow_style=None, width=88
-        ),
+        yaml.safe_dump(content, allow_unicode=True, sort_keys=False, default_flow_style=None, width=88),
         encoding="utf-8",
     )
 

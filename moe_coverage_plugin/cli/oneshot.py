@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from moe_coverage_plugin.cli.early import check_oneshot_text
 from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.installation import PLACE, install_command
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.options.recipes import check_fields
+from moe_coverage_plugin.options.recipes import check_fields, modifiers_of
 from moe_coverage_plugin.recipe_files import recipe_path
 
 
@@ -52,33 +52,8 @@ def _check_recipe(recipe: str, recipe_args: Mapping[str, Any]) -> None:
             return
         reason = " ".join(str(error).split())[:160]
         raise CoverageError(f"recipe {recipe} cannot be read as YAML ({reason}): correct it there") from error
-    if not isinstance(content, dict):
-        raise CoverageError(f"{recipe} is not a recipe, which has stages of modifiers: start from one of the package")
-    found = False
-    for stage, groups in _mappings(content):
-        for group, modifiers in _mappings(groups):
-            if not any(name.endswith("Modifier") for name, _ in _mappings(modifiers)):
-                continue
-            found = True
-            right = [f"{stage.removesuffix('_stage')}_stage", f"{group.removesuffix('_modifiers')}_modifiers"]
-            if [stage, group] != right:
-                raise CoverageError(
-                    f"recipe {recipe} has modifiers in the stage {stage!r}, group {group!r}, which llm-compressor "
-                    f"skips because of these names: call them {right[0]!r} and {right[1]!r}"
-                )
-            for name, fields in _mappings(modifiers):
-                check_fields(name, fields, recipe_args)
-    if not found:
-        stages = ", ".join(map(repr, list(content)[:3])) or "nothing"
-        raise CoverageError(
-            f"recipe {recipe} names no modifiers where llm-compressor looks for them, in a group ..._modifiers of a "
-            f"stage ..._stage: it begins with {stages}, put the modifiers below prune_stage: and prune_modifiers:, or "
-            "start from a recipe of the package"
-        )
-
-
-def _mappings(content: Any) -> Iterator[tuple[str, Any]]:
-    return ((str(key), value) for key, value in (content.items() if isinstance(content, dict) else ()))
+    for name, fields in modifiers_of(content, recipe):
+        check_fields(name, fields, recipe_args)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ from llmcompressor.modifiers import Modifier
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.manifest import CoverageError, Manifest
+from moe_coverage_plugin.modifiers.early_checks import check_run
 
 M = TypeVar("M", bound=Modifier)
 
@@ -33,7 +34,7 @@ def running_oneshot() -> Oneshot | None:
 
 
 def accept_loaded_models() -> None:
-    """Let ``oneshot`` take models that ``load`` opened, whose weights are decompressed.
+    """Let ``oneshot`` take models that ``load`` opened, whose weights are decompressed, and check its arguments.
 
     llm-compressor reads the file that a model was loaded from, and stops if its quantization method is of others.
     """
@@ -41,6 +42,7 @@ def accept_loaded_models() -> None:
 
     @wraps(validate_model)
     def validate_other_models(self: Oneshot, model: PreTrainedModel) -> None:
+        check_run(self)
         file = Path(model.config.name_or_path or "") / "config.json"
         # only load() opens such a checkpoint
         if not file.is_file() or Manifest.from_checkpoint(file.parent) is None:

@@ -1,8 +1,9 @@
-"""Checks the fields of this package's modifiers in a recipe, before a toolkit is imported."""
+"""Checks names and fields of modifiers in a recipe, before a toolkit reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -43,3 +44,53 @@ def check_fields(modifier: str, fields: Any, overrides: Mapping[str, Any]) -> No
     changed = {name: value for name, value in overrides.items() if name in options.model_fields}
     # the name of the modifier for messages
     type(modifier, (options,), {"__module__": __name__})(**given | changed)
+
+
+def modifiers_of(content: Any, recipe: str) -> list[tuple[str, Any]]:
+    """Return names and fields of the modifiers of a recipe, as read from YAML.
+
+    Args:
+        content: ``{"..._stage": {"..._modifiers": {"...Modifier": fields}}}``.
+        recipe: name of the recipe, for messages.
+
+    Raises:
+        CoverageError: llm-compressor would find no modifier, or skip one because of the names above it.
+    """
+    if not isinstance(content, dict):
+        raise CoverageError(f"{recipe} is not a recipe, which has stages of modifiers: start from one of the package")
+    found: list[tuple[str, Any]] = []
+    for stage, groups in _mappings(content):
+        for group, modifiers in _mappings(groups):
+            if not any(name.endswith("Modifier") for name, _ in _mappings(modifiers)):
+                continue
+            right = [stage_name(stage), f"{group.removesuffix('_modifiers')}_modifiers"]
+            if [stage, group] != right:
+                raise CoverageError(
+                    f"recipe {recipe} has modifiers in the stage {stage!r}, group {group!r}, which llm-compressor "
+                    f"skips because of these names: call them {right[0]!r} and {right[1]!r}"
+                )
+            found += _mappings(modifiers)
+    if not found:
+        stages = ", ".join(map(repr, list(content)[:3])) or "nothing"
+        raise CoverageError(
+            f"recipe {recipe} names no modifiers where llm-compressor looks for them, in a group ..._modifiers of a "
+            f"stage ..._stage: it begins with {stages}, put the modifiers below prune_stage: and prune_modifiers:, or "
+            "start from a recipe of the package"
+        )
+    return found
+
+
+def stage_name(given: str) -> str:
+    """Return the name of a stage as llm-compressor reads it; when it writes two, it numbers them behind the suffix."""
+    numbered = re.fullmatch(r"(.*)_stage(_\d+)", given)
+    stem = f"{numbered[1]}{numbered[2]}" if numbered is not None else given.removesuffix("_stage")
+    return f"{stem}_stage"
+
+
+def names_modifier_of_ours(content: Any) -> bool:
+    """Return whether a modifier of this package is named anywhere in a recipe, as read from YAML."""
+    return any(name in MODIFIERS or names_modifier_of_ours(value) for name, value in _mappings(content))
+
+
+def _mappings(content: Any) -> Iterator[tuple[str, Any]]:
+    return ((str(key), value) for key, value in (content.items() if isinstance(content, dict) else ()))
