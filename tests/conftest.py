@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import processes
 
@@ -78,6 +77,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
+    import torch
+
     # the tensors are tiny, and sums must not depend on how many threads share them, nor fixtures of modules on order
     torch.set_num_threads(1)
 

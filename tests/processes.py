@@ -27,8 +27,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 FORK = get_context("fork")
 TIMEOUT_S = 600.0
 # pytest's; loggers that are configured while tests are collected write to them
@@ -231,6 +229,8 @@ def _close_other_files(orders: Connection) -> None:
 
 
 def _program(orders: Connection, order: Order) -> None:
+    import torch
+
     orders.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in range(3):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,6 +19,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -22,6 +22,7 @@ from moe_coverage_plugin import serving
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError
 from moe_coverage_plugin.serving import compat, unavailable
 from moe_coverage_plugin.serving.config import CoverageConfig
+from tests import processes
 from tests.serving.test_config import quantization_config
 
 pytestmark = pytest.mark.slow
@@ -187,9 +188,7 @@ def test_every_import_may_fail() -> None:
     """Field case 2.15: whatever vLLM moved, and however the import fails, vLLM starts for other models."""
     names = imported_names()
     assert len(names) > 10
-    done = subprocess.run(
-        [sys.executable, "-c", EVERY_NAME], input=json.dumps(names), capture_output=True, text=True, check=False
-    )
+    done = processes.run("-c", EVERY_NAME, text=json.dumps(names))
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == 3 * len(names)
