@@ -152,7 +152,7 @@ def log_to(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MINI_MOE, help="directory with calibration.txt and heldout.txt")
-    parser.add_argument("--recipe", default="recommended_p25_q4", help="name of a recipe of the package")
+    parser.add_argument("--recipe", default="fisher_p25_q4", help="name of a recipe of the package")
     parser.add_argument("--output", type=Path, default=Path("out/demo"), help="emptied first")
     parser.add_argument("--calibration-windows", type=int, default=32)
     parser.add_argument("--heldout-windows", type=int, default=64)

@@ -126,7 +126,7 @@ def write(directory: Path, name: str, scale: int, windows: int) -> dict[str, Any
     made = time.perf_counter()
     before = sum(parameter.nbytes for parameter in model.parameters())
 
-    recipe = recommended_recipe(SPARSITY, BLOCK // scale, ignore=[DENSE_DOWN] if shape.dense_first else [])
+    recipe = recommended_recipe(SPARSITY, BLOCK // scale, gptq=False, ignore=[DENSE_DOWN] if shape.dense_first else [])
     oneshot(
         model=model,
         dataset=token_batches(windows, WINDOW_TOKENS),

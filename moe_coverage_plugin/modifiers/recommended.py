@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -26,6 +27,7 @@ def recommended_recipe(
     reconstruct: bool = True,
     scheme: str | None = "W4A16",
     ignore: Sequence[str] = (),
+    gptq: bool = True,
 ) -> list[Modifier]:
     """Return the modifiers of the recipes ``recommended_*``, for ``oneshot(recipe=...)``.
 
@@ -37,6 +39,7 @@ def recommended_recipe(
             that do not divide the blocks become as small as needed.
         ignore: more layers to leave in full precision, names or ``re:`` patterns; for instance a dense layer whose
             width is not a multiple of the group size.
+        gptq: quantize integer weights by GPTQ, which takes a calibration pass; otherwise they are rounded to nearest.
 
     Raises:
         CoverageError: a value out of range, or an unknown scheme. ``oneshot`` checks the rest when it initializes.
@@ -48,8 +51,10 @@ def recommended_recipe(
         ChannelPruningModifier(reconstruct=reconstruct),
     ]
     if scheme is not None:
-        group = {"group_0": _fitting_scheme(scheme, block_size)}
-        modifiers.append(QuantizationModifier(config_groups=group, ignore=[*NEVER_QUANTIZED, *ignore]))
+        fitting = _fitting_scheme(scheme, block_size)
+        integers = fitting.weights is not None and fitting.weights.type == QuantizationType.INT
+        quantizer = GPTQModifier if gptq and integers else QuantizationModifier
+        modifiers.append(quantizer(config_groups={"group_0": fitting}, ignore=[*NEVER_QUANTIZED, *ignore]))
     return modifiers
 
 

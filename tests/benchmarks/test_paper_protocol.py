@@ -40,7 +40,7 @@ def test_all_rows(capsys, tmp_path):
 
 
 def test_calibration_on_the_domain(capsys, tmp_path):
-    rows = ("--work", tmp_path, "--model", "qwen3-30b-a3b", "--variant", "fisher_p50", *CALIBRATION, "--matched")
+    rows = ("--work", tmp_path, "--model", "qwen3-30b-a3b", "--variant", "recommended_p50", *CALIBRATION, "--matched")
     for task, text in (
         ("gsm8k", "gsm8k.txt"),
         ("math500", "gsm8k.txt"),

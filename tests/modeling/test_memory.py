@@ -107,7 +107,7 @@ OFFLOAD = {"device_map": "auto_offload", "max_memory": {"cpu": 1_500_000}}
 
 def job(model: Any, output: Path, bits: int) -> None:
     """Run the recommended recipe."""
-    recipe = recommended_recipe(0.4, block_size=32, scheme="W4A16" if bits == 4 else None)
+    recipe = recommended_recipe(0.4, block_size=32, scheme="W4A16" if bits == 4 else None, gptq=False)
     oneshot(
         model=model,
         dataset=token_batches(samples=4, length=16),

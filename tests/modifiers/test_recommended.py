@@ -72,6 +72,21 @@ def test_python_and_yaml_give_the_same_model(tmp_path: Path, name: str):
     assert torch.equal(logits(python), logits(from_yaml))
 
 
+@pytest.mark.parametrize(
+    ("options", "quantizer"),
+    [
+        ({}, "GPTQModifier"),
+        ({"gptq": False}, "QuantizationModifier"),
+        ({"scheme": "FP8_DYNAMIC"}, "QuantizationModifier"),
+        ({"scheme": "W4A16_ASYM"}, "GPTQModifier"),
+    ],
+    ids=str,
+)
+def test_quantizer_of_the_scheme(options: dict, quantizer: str):
+    """GPTQ is for integer weights."""
+    assert type(recommended_recipe(0.25, **options)[-1]).__name__ == quantizer
+
+
 @pytest.mark.parametrize(("block_size", "group_size"), [(128, 128), (64, 64), (96, 32), (256, 128)])
 def test_groups_fit_the_blocks(block_size: int, group_size: int):
     weights = recommended_recipe(0.25, block_size)[-1].config_groups["group_0"].weights.model_dump()
