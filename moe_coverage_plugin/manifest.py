@@ -217,10 +217,10 @@ class Manifest:
             CoverageError: as :meth:`from_quantization_config`; or the file is absent or not a JSON object.
         """
         file = Path(path) / "config.json"
-        return cls.from_config(read_json(file), file)
+        return cls.of_config(read_json(file), file)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], file: Path) -> Manifest | None:
+    def of_config(cls, config: Mapping[str, Any], file: Path) -> Manifest | None:
         """Read the entry of a config that was read from a file; otherwise as :meth:`from_checkpoint`."""
         if not isinstance(quantization := config.get("quantization_config"), Mapping | None):
             raise CoverageError(

@@ -55,7 +55,7 @@ def load(
     path = Path(path)
     file = path / "config.json"
     stored = read_json(file) if file.is_file() else {}
-    if (manifest := Manifest.from_config(stored, file)) is None:
+    if (manifest := Manifest.of_config(stored, file)) is None:
         raise CoverageError(
             f"{path} is not a pruned checkpoint ({CONFIG_KEY} is not in its config.json): use AutoModelForCausalLM"
         )

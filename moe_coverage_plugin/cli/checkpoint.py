@@ -100,7 +100,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise CoverageError(f"{directory} is not a directory: give that of a pruned checkpoint")
     file = directory / "config.json"
     config = read_json(file)
-    manifest = Manifest.from_config(config, file)
+    manifest = Manifest.of_config(config, file)
     if manifest is None:
         raise CoverageError(
             f"{directory} is not a pruned checkpoint, {CONFIG_KEY} is not in its config.json: give one that "
