@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.serving import __main__ as benchmark
 from benchmarks.serving.__main__ import last_error
 from benchmarks.serving.checkpoints import BLOCKS, FULL, SMALL, VARIANTS, random_widths, write_checkpoint
 from benchmarks.serving.parameters import NIBBLE_DEVIATION, fill_at_random, fill_packed, parameter_bytes
 from benchmarks.serving.ratios import ratios, table
 from benchmarks.serving.variant import check_method
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
+from tests import processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -165,12 +167,21 @@ def test_last_error_of_a_log_is_its_cause() -> None:
 
 
 @pytest.mark.engine
-def test_run_on_a_tiny_model(tmp_path: Path) -> None:
+def test_run_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "serving.json"
     options = ["--small", "--enforce-eager", "--variants", "ours4", "stock16", "--output", str(output)]
-    command = [sys.executable, "-m", "benchmarks.serving", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+    def forked(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        done = processes.run(*command[1:], env=env, cwd=REPOSITORY)
+        stdout.write(done.stdout + done.stderr)
+        return done
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # as its documentation says
+    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(sys, "argv", ["benchmarks.serving", *options])
+    benchmark.main()
     record = json.loads(output.read_text())
     ours, stock = record["variants"]["ours4"], record["variants"]["stock16"]
     assert ours["experts_run_by"] == ["RaggedExpertsMethod"] != stock["experts_run_by"]
@@ -183,4 +194,4 @@ def test_run_on_a_tiny_model(tmp_path: Path) -> None:
     assert 0 < ours["parameter_bytes"] < stock["parameter_bytes"]
     assert record["ratios"]["ours4 / stock16"]["weights bytes"] < 0.5
     assert record["environment"]["versions"]["vllm"]
-    assert "ours4 / stock16" in done.stdout
+    assert "ours4 / stock16" in capsys.readouterr().out
