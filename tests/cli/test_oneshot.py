@@ -225,7 +225,7 @@ def test_the_seed_is_kept(script: Any, command: Any, tmp_path: Path) -> None:
         ({"data": "SHORT"}, "has 4 tokens, fewer than one window of 16"),
         ({"data": "DIRECTORY"}, "is not a data set written by datasets.save_to_disk"),
         ({"data": "SPLITS"}, "has several splits: give one of them"),
-        ({"data": ["DIRECTORY", "SHORT"]}, "give the data set alone, or files only"),
+        ({"data": ["DIRECTORY", "SHORT"]}, "give one data set, or files only"),
         ({"data": "LINES"}, "LINES.jsonl cannot be read as json"),
         ({"data": "CHAT"}, "has no text in 'text', only messages: make text of 'messages' by tokenizer.apply_chat"),
         ({"output": "."}, "is the current directory, which a complete checkpoint cannot replace"),
