@@ -27,6 +27,8 @@ class TokenSample:
         """
         self._per_batch = -(-most // batches)
         self._parts: list[list[Tokens]] = [[] for _ in range(layer.num_experts)]
+        # also of a rank whose batches have no tokens for an expert
+        self._device = torch.device("cpu")
 
     def observe(self, trace: ExpertTrace, held_T: Tensor) -> None:
         """Add tokens of a batch.
@@ -36,6 +38,7 @@ class TokenSample:
             held_T: bool, tokens that are held back.
         """
         routing = trace.routing
+        self._device = trace.x_MH.device
         x_MH, weight_M, token_M = (
             routing.real(rows) for rows in (trace.x_MH, routing.routing_weights_M, routing.tokens_M)
         )
@@ -51,10 +54,9 @@ class TokenSample:
         """The tokens of an expert on all ranks, ``None`` if it has none; collective."""
         parts = self._parts[expert]
         if torch.distributed.is_initialized():
-            device = parts[0].x_MH.device if parts else None
             own = [Tokens(*(each.cpu() for each in part)) for part in parts]
             parts = [part for rank in gather_over_ranks(own) for part in rank]
-            parts = [Tokens(*(each.to(device) for each in part)) for part in parts]
+            parts = [Tokens(*(each.to(self._device) for each in part)) for part in parts]
         return Tokens(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
 

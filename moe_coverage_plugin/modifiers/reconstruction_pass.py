@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from compressed_tensors.distributed import is_distributed
 from compressed_tensors.utils import align_module_device
 from loguru import logger
 from torch import Tensor
+from torch.nn import Linear, functional
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
@@ -81,6 +83,7 @@ class _Reconstruction:
         self._observers = None
         fitted_EII, held_EII = gram.grams()
         fits: dict[int, FittedWeights] = {}
+        ranks = is_distributed()
         for index, (mlp, kept_N) in enumerate(zip(layer.mlps, kept_E, strict=True)):
             # a removed expert has no weights, and an unpruned one nothing to fit
             if not 0 < kept_N.numel() < fitted_EII.shape[-1]:
@@ -94,8 +97,10 @@ class _Reconstruction:
                 fit: FittedWeights = {} if math.isinf(ridge) else {"down_proj": down_HN}
                 if tokens is not None:
                     fit |= _refitted(layer, parts, kept_N.to(down_HI.device), down_HN, tokens)
-            # those of one rank: ranks may differ in the last bit
-            fits[index] = gather_over_ranks(fit)[0]
+            # those of one rank, because ranks may differ in the last bit; on the CPU, because they have other devices
+            if ranks:
+                fit = gather_over_ranks({name: each.cpu() for name, each in fit.items()})[0]
+            fits[index] = fit
             self._counts["refitted" if "up_proj" in fit else "fitted" if fit else "unchanged"] += 1
         prune_layer(layer, kept_E, self._padded_width, fits)
         return True
@@ -115,13 +120,19 @@ def _refitted(layer: MoELayer, parts: Any, kept_N: Tensor, down_HN: Tensor, toke
     names = [name for name in ("gate_proj", "up_proj") if name in parts]
     act: Activation = container._apply_gate if len(names) == 2 else container.act_fn
     linears = [parts[name] for name in names]
-    a_MI = act(torch.cat([linear(tokens.x_MH.to(linear.weight.dtype)) for linear in linears], dim=-1))
+    a_MI = act(torch.cat([_project(tokens.x_MH, linear) for linear in linears], dim=-1))
     refit = refit_expert(
         [linear.weight[kept_N] for linear in linears],
         [None if linear.bias is None else linear.bias[kept_N] for linear in linears],
         down_HN,
-        a_MI @ parts["down_proj"].weight.T,
+        a_MI @ parts["down_proj"].weight.T.to(a_MI.dtype),
         tokens,
         act,
     )
     return {} if refit is None else dict(zip(names, refit.rows, strict=True)) | {"down_proj": refit.down_HN}
+
+
+def _project(x_MH: Tensor, linear: Linear) -> Tensor:
+    """Output of a linear layer in the dtype of the pass, which may be wider than that of the weights."""
+    bias_O = None if linear.bias is None else linear.bias.to(x_MH.dtype)
+    return functional.linear(x_MH, linear.weight.to(x_MH.dtype), bias_O)

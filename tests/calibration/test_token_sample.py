@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_coverage_plugin.calibration import token_sample
 from moe_coverage_plugin.calibration.token_sample import TokenSample
+from moe_coverage_plugin.core.refit import Tokens
+from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers
 from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64
 from tests.calibration.routed_rows import Row, rows_of, show
@@ -105,3 +108,22 @@ def test_samples_keep_no_graph(model, batches, held):
     tokens = sample.tokens(0)
     assert tokens is not None
     assert not any(each.requires_grad for each in tokens)
+
+
+def test_a_rank_without_tokens_gets_those_of_others_on_its_device(model, monkeypatch: pytest.MonkeyPatch):
+    """Ranks exchange tokens in CPU memory; a device without values stands for a card."""
+    tokens = Tokens(torch.ones(3, 4), torch.ones(3), torch.ones(3).bool())
+    sample = TokenSample(layer := find_moe_layers(model)[0], ALL, 1)
+    held = [torch.tensor([False])]
+    nothing = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[0]])}
+
+    def on_card(trace: ExpertTrace, held_T: Tensor) -> None:
+        sample.observe(trace._replace(x_MH=trace.x_MH.to("meta")), held_T)
+
+    show(model, layer, [nothing], held, on_card)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(token_sample, "gather_over_ranks", lambda own: [own, [tokens]])
+    found = sample.tokens(0)
+    assert found is not None
+    assert {each.device.type for each in found} == {"meta"}
+    assert found.x_MH.shape == (3, 4)
