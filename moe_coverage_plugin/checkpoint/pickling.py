@@ -6,6 +6,7 @@ Only what is pickled is changed: the model itself stays as it is, and copies of 
 from __future__ import annotations
 
 import copyreg
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -48,7 +49,7 @@ def make_picklable(model: PreTrainedModel, save: Save) -> None:
 
 def _reduce_model(save: Save, model: PreTrainedModel) -> tuple[Any, ...]:
     if RECORD not in vars(model):
-        return tuple(model.__reduce_ex__(2))
+        return tuple(object.__reduce_ex__(model, 2))
     return _new_model, (type(model), save), _State(model)
 
 
@@ -73,9 +74,9 @@ def _new_experts(source_class: type[Module]) -> LinearExperts2D:
 
 
 def _source_class(made: type) -> type[Module] | None:
-    """Return the class of transformers for which the toolkit made a class at run time."""
-    if made.__name__ != LinearExperts2D.__name__:
-        return None
+    """Return the class of transformers for which the toolkit made a class at run time; ``None`` for other classes."""
+    if getattr(sys.modules.get(made.__module__), made.__qualname__, None) is made:
+        return None  # pickle finds it
     return next((source for source, each in LinearExperts2D._registry.items() if each is made), None)
 
 
