@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.core.gradients import NllSums
-from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.core.gradients import NllSums, effective_tokens
+from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
 from moe_coverage_plugin.modeling.moe_layers import router_needs
 from moe_coverage_plugin.options import GRADIENT_METRICS
 
@@ -74,6 +74,10 @@ def attribution_scores(
         channels_LEI: scores of the channels.
         layer_loss_L: importance of the layers, if it was measured.
     """
+    effective_LEI = None
+    if "squares_EI" in sums_L[0].gradients:
+        terms_L = [(each.gradients["gradient_UEI"][0], each.gradients["squares_EI"]) for each in sums_L]
+        effective_LEI = torch.stack([effective_tokens(*terms) for terms in terms_L])
     nll = NllSums(*torch.stack([each.gradients["nll_3E"] for each in sums_L], dim=1)) if sums_L[0].gradients else None
     return AttributionScores(
         names=[observer.layer.name for observer in observers],
@@ -89,5 +93,7 @@ def attribution_scores(
         nll_signed_LE=nll.signed if nll else None,
         nll_absolute_LE=nll.absolute if nll else None,
         nll_squared_LE=nll.squared if nll else None,
+        effective_tokens_LE=None if effective_LEI is None else effective_LEI.median(-1).values,
+        few_tokens_LE=None if effective_LEI is None else (effective_LEI < TOKEN_FLOOR).sum(-1),
         routers=[router_needs(observer.layer) for observer in observers],
     )

@@ -45,6 +45,8 @@ class GradientObserver:
         self._projections = every if metric in ("gradient", "activation_gradient", "snip") else ["down_proj"]
         self.sums = {"nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64)}
         self.sums["gradient_UEI"] = torch.zeros(len(self._projections), experts, channels, dtype=torch.float64)
+        if metric in ("fisher", "obs"):
+            self.sums["squares_EI"] = torch.zeros(experts, channels, dtype=torch.float64)
         if metric == "obs":
             down = projections(layer.mlps[0])["down_proj"]
             # also on a rank without any gradient, because ranks exchange these sums
@@ -91,14 +93,21 @@ class GradientObserver:
         self._batch["nll"] = torch.stack([segment_sums(terms_M, lengths_E) for terms_M in nll_terms(u_M)])
         match self.metric:
             case "fisher":
-                self._batch["down_proj"] = segment_sums(fisher_terms(products_MI), lengths_E)
+                self._add_terms(fisher_terms(products_MI), lengths_E)
             case "activation_gradient":
                 self._batch["down_proj"] = segment_sums(activation_gradient_terms(products_MI), lengths_E)
-            case "gradient" | "obs":
+            case "obs":
+                self._add_terms(gradient_terms(grad_MI), lengths_E)
+            case "gradient":
                 self._batch["down_proj"] = segment_sums(gradient_terms(grad_MI), lengths_E)
             case "snip":
                 assert output_grad_MH is not None
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
+
+    def _add_terms(self, terms_MI: Tensor, lengths_E: Tensor) -> None:
+        self._batch["down_proj"] = segment_sums(terms_MI, lengths_E)
+        # in float64, because terms are squares of small gradients
+        self._batch["squares_EI"] = segment_sums(terms_MI.double().square(), lengths_E)
 
     def _on_output_moments(self, routing: Routing, grad_MH: Tensor) -> None:
         """Add the second moments of the gradients at the experts' outputs.
@@ -147,9 +156,14 @@ class GradientObserver:
         """
         assert not predicted or "nll" in self._batch, f"no gradient of the loss arrived at {self.layer.name}"
         for name, sums in self._batch.items():
-            place = self.sums["nll_3E"] if name == "nll" else self.sums["gradient_UEI"][self._projections.index(name)]
-            place += sums.cpu()
+            self._place(name).add_(sums.cpu())
         self._batch = {}
+
+    def _place(self, name: str) -> Tensor:
+        """The running sums of what a batch calls ``name``."""
+        if name in self._projections:
+            return self.sums["gradient_UEI"][self._projections.index(name)]
+        return self.sums["nll_3E" if name == "nll" else name]
 
     def channel_scores(self, sums: Mapping[str, Tensor]) -> Tensor:
         """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks; ``obs`` needs more."""

@@ -90,5 +90,20 @@ def finalize_gradient_scores(metric: ChannelMetric, sums_UEI: Tensor) -> Tensor:
     return (sums_UEI.sqrt() if metric == "gradient" else sums_UEI).mean(0)
 
 
+def effective_tokens(sums: Tensor, squares: Tensor) -> Tensor:
+    """Number of tokens that a score with terms ``s_t`` rests on: ``(sum_t s_t)^2 / sum_t s_t^2`` (Kish, 1965).
+
+    A score with one dominant term rests on that token, however many were routed to the expert.
+
+    Args:
+        sums: ``sum_t s_t``, any shape.
+        squares: ``sum_t s_t^2``.
+
+    Returns:
+        Float64, 0 if there is no term.
+    """
+    return torch.where(squares > 0, sums.double().square() / squares.double(), 0.0)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,9 @@ class AttributionScores:
             may be negative. Like the next two, ``None`` without a gradient pass.
         nll_absolute_LE: ``sum_t |<dNLL/dz, z>|``.
         nll_squared_LE: ``sum_t <dNLL/dz, z>^2``.
+        effective_tokens_LE: median over the channels of an expert of the number of tokens that their scores rest on
+            (:func:`~moe_coverage_plugin.core.gradients.effective_tokens`); ``None`` without ``fisher`` or ``obs``.
+        few_tokens_LE: number of channels whose scores rest on fewer than :data:`TOKEN_FLOOR` tokens, int64.
         routers: experts that the router of each layer needs; ``None`` in files of earlier releases.
     """
 
@@ -49,6 +53,8 @@ class AttributionScores:
     nll_signed_LE: Tensor | None = None
     nll_absolute_LE: Tensor | None = None
     nll_squared_LE: Tensor | None = None
+    effective_tokens_LE: Tensor | None = None
+    few_tokens_LE: Tensor | None = None
     routers: list[RouterNeeds] | None = None
 
     @property
@@ -64,6 +70,21 @@ class AttributionScores:
     def reached_by_fewer_than(self, tokens: int) -> dict[str, list[int]]:
         """Experts with at least one calibration token but fewer than ``tokens``, by layer."""
         return self._where((self.tokens_LE > 0) & (self.tokens_LE < tokens))
+
+    @property
+    def certainty(self) -> str | None:
+        """How many channels have scores that rest on few tokens, and what it would take; ``None`` if not measured."""
+        if self.few_tokens_LE is None or self.effective_tokens_LE is None:
+            return None
+        few, total = int(self.few_tokens_LE.sum()), self.channels_LEI.numel()
+        # experts without any token need other text, not more of it
+        known = self.effective_tokens_LE[self.effective_tokens_LE > 0]
+        typical = f"{float(known.median()):.0f}" if known.numel() else "0"
+        found = f"{few} of {total} channel scores rest on fewer than {TOKEN_FLOOR} tokens; a typical one on {typical}"
+        if not known.numel() or float(known.min()) >= TOKEN_FLOOR:
+            return found
+        times = math.ceil(TOKEN_FLOOR / float(known.min()))
+        return f"{found}. {times} times as much text would give most channels of every expert {TOKEN_FLOOR}"
 
     def _where(self, flags_LE: Tensor) -> dict[str, list[int]]:
         found = {

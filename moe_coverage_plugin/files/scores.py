@@ -37,7 +37,7 @@ LENGTH_BYTES = 8
 """A safetensors file begins with the length of its JSON header."""
 
 NO_DIGEST = "0" * 64
-INTEGERS = ("tokens_LE",)
+INTEGERS = ("tokens_LE", "few_tokens_LE")
 OTHERS = ("names", "top_k", "channel_metric", "routers")
 TENSORS = [field.name for field in fields(AttributionScores) if field.name not in OTHERS]
 REQUIRED = {field.name for field in fields(AttributionScores) if field.name in TENSORS and field.default is not None}

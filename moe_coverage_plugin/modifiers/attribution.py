@@ -166,17 +166,20 @@ class AttributionModifier(AttributionOptions, Modifier):
             save_scores(self.save_scores, self._measured, self._provenance)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Warn of experts with few or no calibration tokens."""
-        unreached = self.measured.unreached
-        for name, experts in unreached.items():
+        """Warn of experts and channels whose scores rest on few calibration tokens."""
+        measured = self.measured
+        for name, experts in measured.unreached.items():
             logger.warning(f"No calibration token reached experts {experts} of {name}: their scores are zero")
-        for name, experts in self.measured.reached_by_fewer_than(TOKEN_FLOOR).items():
+        for name, experts in measured.reached_by_fewer_than(TOKEN_FLOOR).items():
+            fewest = int(measured.tokens_LE[measured.names.index(name)][experts].min())
             logger.warning(
                 f"Fewer than {TOKEN_FLOOR} calibration tokens reached experts {experts} of {name}: their scores are "
-                "uncertain, calibrate on more or on more varied text"
+                f"uncertain, calibrate on {-(-TOKEN_FLOOR // fewest)} times as much text, or on more varied text"
             )
-        count = sum(map(len, unreached.values()))
-        logger.info(f"Observed {self.measured.tokens_LE.numel()} experts, {count} of them without a token")
+        count = sum(map(len, measured.unreached.values()))
+        logger.info(f"Observed {measured.tokens_LE.numel()} experts, {count} of them without a token")
+        if (certainty := measured.certainty) is not None:
+            logger.info(certainty)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove the mark that keeps attention causal, and the compute dtype."""

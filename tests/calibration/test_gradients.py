@@ -19,7 +19,7 @@ from moe_coverage_plugin.calibration import next_token
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.core.scores import AttributionScores
+from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers, projections
 from tests.calibration.brute_force import (
     CHANNELS,
@@ -73,6 +73,7 @@ def reference(model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]
                 value = {name: factors.products[index, expert, name].grad for name in ("gate", "up", "a", "z")}
                 plain = {name: factors.plain[index, expert, name].grad for name in ("gate", "up", "a")}
                 totals["fisher"][index, expert] += value["a"].square().sum(0)
+                totals["fourth"][index, expert] += value["a"].pow(4).sum(0)
                 totals["activation_gradient"][index, expert] += sum(value[k].abs().sum(0) for k in plain) / 3
                 for name in plain:
                     squares[name][index, expert] += plain[name].square().sum(0)
@@ -106,6 +107,13 @@ def assert_equal(scores: AttributionScores, expected: dict[str, Tensor], metric:
     torch.testing.assert_close(scores.channels_LEI, expected[metric], rtol=1e-5, atol=1e-12)
     for name in ("nll_signed", "nll_absolute", "nll_squared"):
         torch.testing.assert_close(getattr(scores, f"{name}_LE"), expected[name], rtol=1e-5, atol=1e-10)
+    if metric == "fisher":
+        tokens_LEI = torch.where(expected["fourth"] > 0, expected["fisher"].square() / expected["fourth"], 0.0)
+        torch.testing.assert_close(scores.effective_tokens_LE, tokens_LEI.median(-1).values, rtol=1e-5, atol=1e-10)
+        assert scores.few_tokens_LE is not None
+        assert torch.equal(scores.few_tokens_LE, (tokens_LEI < TOKEN_FLOOR).sum(-1))
+    else:
+        assert scores.few_tokens_LE is scores.effective_tokens_LE is None
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "gpt_oss"])

@@ -177,11 +177,8 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "
 UNPICKLING_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "pd.read_pickle"}
 # calls by which the package lets transformers open something, and whether they pass trust_remote_code
 OPENED = {
-    "cli/compression.py": {
-        "AutoConfig.from_pretrained": True,
-        "AutoModelForCausalLM.from_pretrained": True,
-        "AutoTokenizer.from_pretrained": True,
-    },
+    "cli/calibration_data.py": {"AutoConfig.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
+    "cli/compression.py": {"AutoModelForCausalLM.from_pretrained": True},
     "cli/sample.py": {"AutoConfig.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     "sampling/dataset.py": {"AutoTokenizer.from_pretrained": True},
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
