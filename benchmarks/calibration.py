@@ -1,8 +1,9 @@
 """Measures time and memory of scoring, on a random model with the shape of Qwen3-30B-A3B.
 
 Runs ``oneshot`` four times on the same tokens: with a modifier that does nothing (the toolkit's own pass), with
-scores in closed form, with scores from gradients (``fisher``), and with those of ``obs``. Prints tokens per second, minutes for a calibration set of 3 M
-tokens, peak memory, and times relative to the first run. ``--json`` writes these figures with the card and versions.
+scores in closed form, with scores from gradients (``fisher``), and with those of ``obs``. Prints tokens per second,
+minutes for a calibration set of 3 M tokens, peak memory, and times relative to the first run. ``--json`` writes these
+figures with the card and versions.
 
     PYTHONPATH=. python benchmarks/calibration.py --json benchmarks/calibration.json
 """
