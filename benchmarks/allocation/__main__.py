@@ -53,6 +53,7 @@ def _plan(args: argparse.Namespace) -> runs.Plan:
         seeds=range(args.seed, args.seed + args.repetitions),
         dtype=args.dtype,
         tables=args.tables,
+        own=args.own,
         share=args.share,
     )
 
@@ -81,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--evaluation", **source, help="texts to measure the loss on (default: heldout.txt of the model)"
+    )
+    parser.add_argument(
+        "--own",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text that the model wrote itself, by moe-coverage sample, one file for each seed",
     )
     parser.add_argument("--calibration-windows", type=int, default=96, help="windows that each run calibrates on")
     parser.add_argument("--windows", type=int, default=112, help="windows of each evaluation text, from the first")

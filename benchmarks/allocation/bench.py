@@ -31,7 +31,7 @@ EVALUATION_BATCH = 24
 """Windows per batch: large, because launching the kernels of small experts takes most of the time."""
 
 # modifiers of the toolkit that run a calibration themselves; the modifiers of this package read a score file
-CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier")
+CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier", "GPTQModifier")
 # every score file has the numbers of routed tokens, so the cheapest metric is sufficient
 USAGE: dict[str, Any] = {"channel_metric": "activation", "layer_noise": None}
 
@@ -120,7 +120,7 @@ class Bench:
     def compress(self, setting: Setting, calibration: Windows) -> PreTrainedModel:
         """Return a pruned and quantized copy of the model; the top-k of its routers is unchanged."""
         model = self._copy()
-        modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits)
+        modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits, setting.gptq)
         scores = self.score_file(setting, calibration)
         if scores is not None and "AttributionModifier" in modifiers:
             modifiers["AttributionModifier"]["scores"] = str(scores)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_coverage_plugin.options import CoverageOptions
+from moe_coverage_plugin.options.pruning import Refit
 
 Modifiers = dict[str, dict[str, Any]]
 Fields = Mapping[str, Any]
@@ -52,7 +53,7 @@ def channels(
     metric: str = "activation",
     importance: str = "first_order",
     noise: float = 1.0,
-    reconstruct: bool = False,
+    reconstruct: bool | Refit = False,
 ) -> Recipe:
     """Recipe of the modifiers of this package.
 
@@ -63,7 +64,7 @@ def channels(
         metric: ``channel_metric``.
         importance: ``expert_importance``.
         noise: ``layer_noise``, set only if the allocation uses the loss of layers.
-        reconstruct: whether to fit the kept columns of the down projections.
+        reconstruct: whether to fit the down projections of the kept channels, or which projections to fit.
     """
     weighs_layers = CoverageOptions(sparsity=sparsity, **coverage).uses_layer_loss
     modifiers: Modifiers = {
@@ -76,7 +77,13 @@ def channels(
     }
     if alignment is not None:
         modifiers["AlignmentModifier"] = dict(alignment)
-    modifiers["ChannelPruningModifier"] = {"layout": "ragged", "reconstruct": reconstruct, "pictures": False}
+    # the rows that are stored were measured when reconstruction fitted down_proj only
+    fit = {"refit": "down" if reconstruct is True else reconstruct} if reconstruct else {}
+    modifiers["ChannelPruningModifier"] = {
+        "layout": "ragged",
+        "reconstruct": bool(reconstruct),
+        "pictures": False,
+    } | fit
     return Recipe(modifiers)
 
 
@@ -95,10 +102,11 @@ def wanda(sparsity: float) -> Recipe:
     return Recipe({"WandaPruningModifier": {"sparsity": sparsity, "targets": [r"re:.*[.]experts[.]\d+$"]}})
 
 
-def quantizer(bits: int) -> Modifiers:
-    """Modifier that rounds weights to nearest, symmetric, in groups of one block; none for 16 bits."""
+def quantizer(bits: int, gptq: bool = False) -> Modifiers:
+    """Modifier that rounds weights to nearest or by GPTQ, symmetric, in groups of one block; none for 16 bits."""
     if bits == 16:
         return {}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"QuantizationModifier": {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}}
+    name = "GPTQModifier" if gptq else "QuantizationModifier"
+    return {name: {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}}

@@ -86,6 +86,8 @@ def section(rows: Sequence[Row]) -> str:
                 body = _strategies(entries, base)
             case "sweep":
                 body = _sweep(entries, base)
+            case "own":
+                body = _by_text(entries, rows)
             case _:
                 body = _table(entries, base)
         parts += [f"#### {title}", *([note] if note else []), body, *_errors(entries)]
@@ -107,7 +109,9 @@ def _base(rows: Sequence[Row]) -> float:
 def _head(rows: Sequence[Row], base: float) -> str:
     first = next(row for row in rows if row.table == UNPRUNED)
     each = ", ".join(f"{name} {loss:.4f}" for name, loss in (first.losses or {}).items())
-    calibration = _unique(row.calibration.rpartition(", seed")[0] for row in rows if row.table != "corpora")
+    calibration = _unique(
+        row.calibration.rpartition(", seed")[0] for row in rows if row.table not in ("corpora", "own")
+    )
     seeds = sorted({row.seed for row in rows})
     lines = [
         f"Unpruned: {first.bytes / 1e6 if first.bytes else 0:.2f} MB, loss {base:.4f} ({each}).",
@@ -147,6 +151,27 @@ def _table(entries: Sequence[Entry], base: float) -> str:
         for entry in entries
     ]
     return _markdown(cells, ("name", "sparsity", "bits", "MB", "loss", "rise"))
+
+
+def _by_text(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
+    """Rises of the loss of each text, and of the mean."""
+    unpruned = next(row for row in rows if row.table == UNPRUNED and row.losses)
+    texts = unpruned.losses or {}
+    cells = [
+        (
+            entry.first.name,
+            _percent(entry.first.sparsity),
+            str(entry.first.bits),
+            entry.megabytes,
+            _spread(entry.losses(unpruned.loss or 0.0), "+.4f") or FAILED,
+            *(
+                _spread([(row.losses or {})[text] - base for row in entry.measured], "+.4f")
+                for text, base in texts.items()
+            ),
+        )
+        for entry in entries
+    ]
+    return _markdown(cells, ("name", "sparsity", "bits", "MB", "rise", *texts))
 
 
 def _strategies(entries: Sequence[Entry], base: float) -> str:

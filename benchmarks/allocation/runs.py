@@ -42,6 +42,7 @@ class Plan:
         seeds: seeds of the calibration windows; a setting without calibration is measured with the first one only.
         dtype: dtype to compute in.
         tables: regular expression for keys of tables; the unpruned model is always measured.
+        own: files of text that the model wrote itself, by ``moe-coverage sample``, one for each seed.
         share: index and number of shares of the missing rows, if several processes measure one comparison, each with
             its own copy of the results file.
     """
@@ -55,6 +56,7 @@ class Plan:
     seeds: Sequence[int]
     dtype: str
     tables: str
+    own: Sequence[Path] = ()
     share: tuple[int, int] = (0, 1)
 
 
@@ -95,7 +97,12 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
         "dtype": plan.dtype,
         "versions": rows.versions(),
     }
-    jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common)
+    if plan.own and len(plan.own) != len(plan.seeds):
+        raise CoverageError(
+            f"--own has {len(plan.own)} files, but there are {len(plan.seeds)} seeds: sample one text with each seed"
+        )
+    own = {seed: text.own_windows(path, tokenizer) for seed, path in zip(plan.seeds, plan.own, strict=False)}
+    jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common, own)
     known = {row.key for row in rows.resume(results)}
     missing = [job for job in jobs if rows.key(job.about) not in known]
     todo = share_of(missing, *plan.share)
@@ -116,21 +123,33 @@ def share_of(jobs: Sequence[Job], part: int, parts: int) -> list[Job]:
     return ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
 
 
-def plan_jobs(plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, Any]) -> list[Job]:
+def plan_jobs(
+    plan: Plan, pools: dict[str, torch.Tensor], common: Mapping[str, Any], written: Mapping[int, Windows] | None = None
+) -> list[Job]:
     """List the rows of the selected tables.
 
     Args:
         plan: settings of the comparison.
         pools: windows of every calibration text.
         common: fields of model, evaluation and machine, which all rows share.
+        written: text of the model itself by seed; without it, rows that need it are left out.
     """
     jobs: list[Job] = []
     drawn: dict[tuple[str, int], Windows] = {}
     for setting in tables.settings(list(pools)):
         if setting.table != tables.UNPRUNED and not re.search(plan.tables, setting.table):
             continue
+        writes_text = setting.corpus in (tables.OWN, tables.MIXED)
+        if writes_text and not written:
+            continue
         for seed in plan.seeds if setting.calibrated else plan.seeds[:1]:
-            if (setting.corpus, seed) not in drawn:
+            if (setting.corpus, seed) not in drawn and writes_text:
+                assert written is not None
+                mixed = setting.corpus == tables.MIXED
+                drawn[setting.corpus, seed] = text.draw_own(
+                    written[seed], pools, plan.calibration_windows, seed, mixed
+                )
+            elif (setting.corpus, seed) not in drawn:
                 drawn[setting.corpus, seed] = text.draw(pools, setting.corpus, plan.calibration_windows, seed)
             calibration = drawn[setting.corpus, seed]
             own = {

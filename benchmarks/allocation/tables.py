@@ -9,6 +9,8 @@ from benchmarks.allocation import recipes
 from benchmarks.allocation.recipes import BLOCK, BLOCKS, HAMILTON, Recipe, channels
 
 ALL_CORPORA = "all"
+# text that the model wrote itself, and as many windows of it as of all texts
+OWN, MIXED = "own", "own and all"
 UNPRUNED = "unpruned"
 RECOMMENDED = ("recommended", "recommended + reconstruct")
 SPARSITIES = (0.25, 0.5)
@@ -27,7 +29,8 @@ class Setting:
         sparsity: fraction to remove: of expert channels, or of the experts or weights that the method removes.
         recipe: how the model is pruned.
         bits: bits of a weight.
-        corpus: name of the calibration text, or ``all`` for equal parts of all texts.
+        gptq: round weights by GPTQ instead of to nearest.
+        corpus: name of the calibration text, ``all`` for equal parts of all texts, or :data:`OWN` or :data:`MIXED`.
         top_k: key of :data:`TOP_K`, ``None`` if the top-k of the routers is unchanged.
     """
 
@@ -37,6 +40,7 @@ class Setting:
     sparsity: float
     recipe: Recipe
     bits: int = 16
+    gptq: bool = False
     corpus: str = ALL_CORPORA
     top_k: str | None = None
 
@@ -109,6 +113,11 @@ TITLES = {
         "Calibration corpora",
         "Every corpus alone, with the same number of windows. The first table is calibrated on equal parts of all.",
     ),
+    "own": (
+        "Text that the model writes itself",
+        "Calibrated on that text, on all texts in equal parts, or on half of each; channels by `fisher` or `obs`, "
+        f"blocks of {BLOCK}, with and without reconstruction.",
+    ),
     "topk": (
         "Experts picked for a token",
         "Routers of the unpruned model, and of the model pruned by the recommended recipe at 25 %, pick fewer or more "
@@ -124,7 +133,7 @@ def settings(corpora: Sequence[str]) -> list[Setting]:
         corpora: names of the calibration texts.
     """
     rows = [Setting("unpruned", UNPRUNED, UNPRUNED, 0.0, Recipe()), *_main(), *_strategies(), *_metrics()]
-    rows += [*_smoothing(), *_order(), *_alignment(), *_min_width(), *_sweep(), *_corpora(corpora), *_topk()]
+    rows += [*_smoothing(), *_order(), *_alignment(), *_min_width(), *_sweep(), *_corpora(corpora), *_own(), *_topk()]
     return rows
 
 
@@ -228,6 +237,24 @@ def _corpora(corpora: Sequence[str]) -> Iterator[Setting]:
             for corpus in corpora:
                 recipe = METHODS[method](sparsity)
                 yield Setting("corpora", f"{method}: {corpus}", method, sparsity, recipe, corpus=corpus)
+
+
+def _own() -> Iterator[Setting]:
+    for sparsity in SPARSITIES:
+        for corpus in (OWN, MIXED, ALL_CORPORA):
+            for metric in ("obs", "fisher"):
+                for refit in ("all", "down", None):
+                    recipe = channels(
+                        sparsity, recipes.TOP_CHANNELS, recipes.BLOCKS, metric=metric, reconstruct=refit or False
+                    )
+                    fit = f"refit {refit}" if refit else "no reconstruction"
+                    method = f"{metric}, {fit}"
+                    yield Setting("own", f"{corpus}: {method}", method, sparsity, recipe, corpus=corpus)
+            for gptq in (False, True):
+                recipe = channels(sparsity, recipes.TOP_CHANNELS, recipes.BLOCKS, metric="obs", reconstruct="all")
+                method = "obs, refit all, GPTQ" if gptq else "obs, refit all"
+                name = f"{corpus}: {method}"
+                yield Setting("own", name, method, sparsity, recipe, bits=4, gptq=gptq, corpus=corpus)
 
 
 def _topk() -> Iterator[Setting]:

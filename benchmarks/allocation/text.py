@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.allocation.tables import ALL_CORPORA
+from moe_coverage_plugin.calibration.text import pack
 from moe_coverage_plugin.manifest import CoverageError
 
 WINDOW = 512
@@ -87,6 +88,30 @@ def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Window
     parts = "" if corpus != ALL_CORPORA or len(names) == 1 else f" in equal parts ({', '.join(names)})"
     label = names[0] if len(names) == 1 else corpus
     return Windows(torch.cat(drawn), f"{label}{parts}: {count} windows of {WINDOW} tokens, seed {seed}")
+
+
+def draw_own(own: Windows, pools: dict[str, Tensor], count: int, seed: int, mixed: bool) -> Windows:
+    """Take the first ``count`` windows of text that the model wrote, or half of them and half of all corpora.
+
+    Raises:
+        CoverageError: if there are too few.
+    """
+    wanted = count - count // 2 if mixed else count
+    if len(own.ids_WS) < wanted:
+        raise CoverageError(
+            f"{own.description} has {len(own.ids_WS)} windows of {WINDOW} tokens, but {wanted} are needed: lower "
+            "--calibration-windows, or sample more"
+        )
+    ids_WS, description = own.ids_WS[:wanted], f"{own.description}: {wanted} windows of {WINDOW} tokens, seed {seed}"
+    if not mixed:
+        return Windows(ids_WS, description)
+    others = draw(pools, ALL_CORPORA, count - wanted, seed)
+    return Windows(torch.cat([ids_WS, others.ids_WS]), f"{others.description.rpartition(',')[0]} and {description}")
+
+
+def own_windows(path: Path, tokenizer: PreTrainedTokenizerBase) -> Windows:
+    """Read the file of ``moe-coverage sample`` as ``moe-coverage oneshot`` does."""
+    return Windows(pack([path], tokenizer, "text", WINDOW).ids_WS, f"text of the model itself ({path.name})")
 
 
 def evaluation_windows(

@@ -1,4 +1,4 @@
-"""Least squares for a pruned expert: the kept columns of ``down_proj`` are refitted to the unpruned expert's output.
+"""Least squares for a pruned expert: kept columns of ``down_proj`` are refitted to the output of the unpruned expert.
 
 An expert computes ``z = W A`` with ``W = down_proj`` (``[H, I]``) and ``A`` its activation. With channels ``k`` kept
 and ``p`` pruned, over calibration tokens with routing weights ``g``, the new columns minimise

@@ -106,3 +106,17 @@ def test_rows_that_cannot_be_compared_are_errors(tmp_path: Path):
     page.write_text("no markers")
     with pytest.raises(CoverageError, match="lacks the lines"):
         write_results([tmp_path / "rows.jsonl"], page)
+
+
+def test_rows_of_own_text_are_listed_by_text():
+    base = replace(BASE, losses={"wiki": 1.0, "code": 3.0})
+    found = [
+        replace(
+            row("own", "own: obs, refit all", 0.5, 10, 2.0 + rise, seed=seed),
+            losses={"wiki": 1.0, "code": 3 + 2 * rise},
+        )
+        for seed, rise in enumerate((0.1, 0.3))
+    ]
+    header, _, line = cells(section([base, *found]))
+    assert header == ["name", "sparsity", "bits", "MB", "rise", "wiki", "code"]
+    assert line[-3:] == ["+0.2000 ± 0.1414", "+0.0000 ± 0.0000", "+0.4000 ± 0.2828"]
