@@ -11,7 +11,7 @@ import torch
 
 from tests.serving.agreement import assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
-from tests.serving.ranks import CROWD, finish, finish_all, start
+from tests.serving.ranks import CROWD, finish, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -52,7 +52,8 @@ def assert_right(path: Path, output: dict[str, Any]) -> None:
 def test_graphs(name: str) -> None:
     """Shared experts, with gates and without, and routers with removed experts are captured like the rest."""
     path = checkpoint_path(name)
-    assert_right(path, finish(start(path, GRAPHS))["output"])
+    [found] = finish(start(path, GRAPHS))
+    assert_right(path, found["output"])
 
 
 @SEVERAL_CARDS
@@ -67,7 +68,7 @@ def test_graphs(name: str) -> None:
 )
 def test_two_cards(name: str, kind: str) -> None:
     path = checkpoint_path(name)
-    found = finish(start(path, TWO_CARDS | {kind: 2}, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
+    [found] = finish(start(path, TWO_CARDS | {kind: 2}, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
     assert_right(path, found["output"])
     experts = [held for held, _ in found["bytes_held"]]
     stored = stored_bytes_of_experts(path, DTYPE)
@@ -83,9 +84,7 @@ def test_two_data_parallel_cards() -> None:
         port = probe.getsockname()[1]
     shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    found = finish_all(
-        [start(path, GRAPHS, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")]
-    )
+    found = finish(*(start(path, GRAPHS, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")))
     for each in found:
         assert_right(path, each["output"])
     assert sum(held for each in found for held, _ in each["bytes_held"]) == stored_bytes_of_experts(path, DTYPE)
