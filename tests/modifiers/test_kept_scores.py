@@ -170,6 +170,6 @@ def test_recipe_of_a_run_from_a_score_file(source: Path, kept: Path, tmp_path: P
         ChannelPruningModifier(reconstruct=False, pictures=False),
     ]
     first = compress(source, recipe, dataset=None, output_dir=str(tmp_path / "first"))
-    assert recipe[0].channel_metric == "fisher"
+    assert recipe[0].channel_metric == (metric if metric == "fisher" else AttributionModifier().channel_metric)
     again = compress(source, str(tmp_path / "first" / "recipe.yaml"), dataset=None)
     assert torch.equal(logits(again), logits(first))
