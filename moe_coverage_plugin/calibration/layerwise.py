@@ -7,8 +7,8 @@ the same for any traced model, but it traces the model, keeps activations in CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,8 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer
 SHARE_OF_STATES = 0.5
 # every fourth sample is held back; a calibration set of fewer samples is divided into this many parts of each sample
 HELD_BACK, PARTS = 4, 8
+# of the first sample, when layers are checked before other passes
+CHECKED_TOKENS = 8
 # of the norm of hidden states: far above the rounding of bfloat16 sums in another order, far below a wrong argument
 TOLERANCE = 0.05
 
@@ -86,11 +88,8 @@ def visit_layers(
         CoverageError: the model's decoder layers cannot be called one by one.
     """
     with ExitStack() as stack:
-        stack.enter_context(fast_compute_dtype(model))
-        stack.enter_context(disable_cache(model))
-        stack.enter_context(eval_context(model))
-        stack.enter_context(disable_lm_head(model))
-        states = _States(model, layers, batches)
+        stack.enter_context(_without_head(model))
+        states = _first_states(model, layers, batches)
         bar = stack.enter_context(tqdm(total=len(states.decoder_layers), desc=title, unit="layer"))
         for decoder_layer in states.decoder_layers:
             changed = False
@@ -110,6 +109,37 @@ def visit_layers(
                 outputs = states.through(decoder_layer)
             states.advance(outputs)
             bar.update()
+
+
+@torch.no_grad()
+def check_layers(model: PreTrainedModel, layers: Sequence[MoELayer], batch: Batch) -> None:
+    """Check on a few tokens that decoder layers can be called one by one, before hours of other passes.
+
+    Args:
+        model: the model.
+        layers: its MoE layers.
+        batch: of the calibration set.
+
+    Raises:
+        CoverageError: see :func:`visit_layers`.
+    """
+    # without a mask, because all of the first tokens may be padding
+    few = {"input_ids": batch["input_ids"][:1, :CHECKED_TOKENS]}
+    with _without_head(model):
+        _first_states(model, layers, [few])
+
+
+@contextmanager
+def _without_head(model: PreTrainedModel) -> Iterator[None]:
+    with fast_compute_dtype(model), disable_cache(model), eval_context(model), disable_lm_head(model):
+        yield
+
+
+def _first_states(model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch]) -> _States:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(grouped_experts(layer, None, lambda _: None))
+        return _States(model, layers, batches)
 
 
 def _observer(visitor: Visitor, layer: MoELayer, states: _States) -> Callable[[ExpertTrace], None]:

@@ -23,6 +23,7 @@ from moe_coverage_plugin.calibration.gathering import attribution_scores, channe
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
+from moe_coverage_plugin.calibration.layerwise import check_layers
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.calibration.provenance import (
@@ -70,6 +71,7 @@ class AttributionModifier(AttributionOptions, Modifier):
         - otherwise: check the calibration data, and the memory for ``obs``
         - let passes compute in float32 if the model is in bfloat16 and the processor is slow in it
     - on_calibration_start
+        - for ``obs`` and for reconstruction: check that decoder layers can be called one by one
         - run the calibration data through the model and score channels, experts and layers
         - if ``save_scores`` is set: write the scores
     - on_calibration_end
@@ -90,6 +92,8 @@ class AttributionModifier(AttributionOptions, Modifier):
     _layers: list[MoELayer] = PrivateAttr(default_factory=list)
     _measured: AttributionScores | None = PrivateAttr(default=None)
     _provenance: dict[str, Any] = PrivateAttr(default_factory=dict)
+    # whether a modifier of the recipe will take the model layer by layer
+    _reconstructs: bool = PrivateAttr(default=False)
 
     @property
     def layers(self) -> list[MoELayer]:
@@ -119,6 +123,7 @@ class AttributionModifier(AttributionOptions, Modifier):
             raise CoverageError(
                 f"ema={self.ema} averages in the order of batches, which ranks do not share: leave ema out"
             )
+        self._reconstructs = any(getattr(other, "reconstruct", False) for other in recipe_around(self)[1])
         check_loaded(state.model)
         linearize_expert_lists(state.model)
         self._layers = find_moe_layers(state.model, self.ignore)
@@ -161,6 +166,8 @@ class AttributionModifier(AttributionOptions, Modifier):
             self._provenance["calibration_text"] = text
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
         with DisableQuantization(state.model), fast_compute_dtype(state.model):
+            if self.channel_metric == "obs" or self._reconstructs:
+                check_layers(state.model, self._layers, batches[0])
             self._measured = self._measure(state.model, batches)
         if self.save_scores is not None and is_source_process():
             save_scores(self.save_scores, self._measured, self._provenance)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from torch import Tensor
 from torch.nn import Module, ModuleList
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageModifier
 from moe_coverage_plugin.calibration import layerwise
 from moe_coverage_plugin.calibration.layerwise import CurrentBatch, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
@@ -21,9 +24,19 @@ from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
 from moe_coverage_plugin.modeling.routing import Routing
-from tests.calibration.brute_force import save_float64
+from moe_coverage_plugin.modifiers import attribution
+from tests.calibration.brute_force import open_stock, save_float64
 from tests.calibration.test_offload import on_disk
-from tests.tiny import CONFIGS, LISTED, VOCAB, diversify, listed_model, seeing_config
+from tests.tiny import (
+    CONFIGS,
+    LISTED,
+    VOCAB,
+    add_tokenizer,
+    diversify,
+    listed_model,
+    seeing_config,
+    token_batches,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -401,3 +414,17 @@ def test_a_bfloat16_model_on_a_processor_that_is_fast_in_it(monkeypatch: pytest.
     for name, expected in own_forward(model, batches).items():
         assert all(each[2].dtype == torch.bfloat16 for each in recorder.seen[name])
         torch.testing.assert_close(recorder.seen[name][0][2], expected[0][2])
+
+
+@pytest.mark.parametrize("metric", ["obs", "fisher"])
+def test_oneshot_stops_before_the_gradient_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str):
+    """Scores can take hours, and reconstruction comes after them."""
+    began: list[str] = []
+    monkeypatch.setattr(attribution, "observe_batches", lambda *_: began.append("scores"))
+    source = add_tokenizer(save_float64(tmp_path / "model", "qwen3_moe"))
+    model: Any = open_stock(source, linear=True)
+    model.model.layers = Reordered(model.model.layers, lambda layers: [*layers, layers[0]])
+    recipe = [AttributionModifier(channel_metric=metric), CoverageModifier(sparsity=0.5), ChannelPruningModifier()]
+    with pytest.raises(CoverageError, match="each must be called once"):
+        oneshot(model=model, dataset=token_batches(samples=2, length=16), recipe=recipe)
+    assert not began
