@@ -75,7 +75,7 @@ SMALL: dict[str, Any] = FULL | {
 }
 WARM_UP: dict[str, Any] = SMALL | {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
 OPENINGS = ("fused", "linear", "offloaded")
-RECIPES = {16: "recommended_p50", 4: "recommended_p25_q4"}
+RECIPES = {16: "recommended_p50", 4: "fisher_p25_q4"}
 SPARSITY = 0.25
 LIMIT = 1.15
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "accelerate", "torch")

@@ -57,7 +57,7 @@ _source_lines_of_class = cache(_source_lines)
 
 
 def _source_lines_once(of: Any) -> Any:
-    """Parse the file of a class once: the toolkit does it four times a run, a third of a run of a tiny model."""
+    """Parse the file of a class once: the toolkit does it four times a run."""
     return _source_lines_of_class(of) if isinstance(of, type) else _source_lines(of)
 
 
