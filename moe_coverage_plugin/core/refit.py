@@ -77,9 +77,13 @@ class _Problem(NamedTuple):
 
 
 def refit_expert(
-    rows: Sequence[Tensor], biases: Sequence[Tensor | None], down_HN: Tensor, target_MH: Tensor, tokens: Tokens,
+    rows: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    down_HN: Tensor,
+    target_MH: Tensor,
+    tokens: Tokens,
     act: Activation,
-) -> Refit | None:  # fmt: skip
+) -> Refit | None:
     """Refit the kept channels of one expert (module docstring).
 
     Args:

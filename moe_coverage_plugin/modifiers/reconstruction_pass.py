@@ -120,7 +120,9 @@ def _refitted(layer: MoELayer, parts: Any, kept_N: Tensor, down_HN: Tensor, toke
     names = [name for name in ("gate_proj", "up_proj") if name in parts]
     act: Activation = container._apply_gate if len(names) == 2 else container.act_fn
     linears = [parts[name] for name in names]
-    a_MI = act(torch.cat([_project(tokens.x_MH, linear) for linear in linears], dim=-1))
+    # wider than the pass if that is in 16 bits, so that the target has no rounding to be fitted
+    x_MH = tokens.x_MH.to(torch.promote_types(tokens.x_MH.dtype, torch.float32))
+    a_MI = act(torch.cat([_project(x_MH, linear) for linear in linears], dim=-1))
     refit = refit_expert(
         [linear.weight[kept_N] for linear in linears],
         [None if linear.bias is None else linear.bias[kept_N] for linear in linears],
@@ -133,6 +135,6 @@ def _refitted(layer: MoELayer, parts: Any, kept_N: Tensor, down_HN: Tensor, toke
 
 
 def _project(x_MH: Tensor, linear: Linear) -> Tensor:
-    """Output of a linear layer in the dtype of the pass, which may be wider than that of the weights."""
+    """Output of a linear layer in the dtype of its input."""
     bias_O = None if linear.bias is None else linear.bias.to(x_MH.dtype)
     return functional.linear(x_MH, linear.weight.to(x_MH.dtype), bias_O)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,17 @@ def folder() -> Path:
     return Path(spec.submodule_search_locations[0], "tasks")
 
 
-def test_every_name_of_the_index_is_found(folder: Path) -> None:
-    """lm-eval has all tasks of the paper, too; both in one test, because the index takes long to build."""
+@pytest.fixture(scope="module")
+def index() -> Any:
+    """lm-eval's index of all tasks, which takes long to build."""
     from lm_eval.tasks import TaskManager
 
-    registered = TaskManager().all_tasks
+    return TaskManager()
+
+
+def test_every_name_of_the_index_is_found(folder: Path, index: Any) -> None:
+    """lm-eval has all tasks of the paper, too."""
+    registered = index.all_tasks
     defined = set(task_names.defined_names(folder))
     assert set(registered) <= defined
     assert len(defined - set(registered)) < 10, "similar names would be suggested that lm-eval does not have"
@@ -69,8 +76,9 @@ def test_unknown_name_beside_own_tasks(tmp_path: Path, monkeypatch: pytest.Monke
         tasks.units(["own", "nosuch"], [], EvaluationOptions())
 
 
-def test_name_that_is_a_word_elsewhere(folder: Path) -> None:
+def test_name_that_is_a_word_elsewhere(folder: Path, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word of a prompt is no task; whether it is one is left to lm-eval."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: index)
     assert task_names.occurs("Question", folder)
     with pytest.raises(CoverageError, match="lm-eval has no task 'Question'"):
         Tasks().units(["Question"], [], EvaluationOptions())

@@ -94,9 +94,7 @@ def files_of(documents: list[str], folder: Path) -> Iterator[Path]:
     yield from (folder / name for name in ("a.txt", "a.jsonl", "b.jsonl", "a.csv"))
 
 
-@settings(
-    max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=st.lists(st.text(CHARACTERS, min_size=1, max_size=20).filter(str.strip), min_size=1, max_size=3))
 def test_no_tokenizer_makes_more_tokens(directory: Path, tmp_path: Path, documents: list[str]) -> None:
     assert keeps_bounds(directory)

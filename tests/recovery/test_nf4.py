@@ -117,7 +117,7 @@ def test_a_complete_fine_tuning(pruned, recovered):
     [
         ("four_bits", {}, "quantized already"),
         ("pruned", {"mode": "router"}, "trains no expert"),
-        ("missing", {}, r"moe-coverage-plugin\[nf4\]"),
+        ("missing", {}, r"pip install \"\.\[nf4\]\""),
     ],
 )
 def test_errors(request, monkeypatch, text, tmp_path, fast, checkpoint, options, message):

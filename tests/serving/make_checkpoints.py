@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,23 @@ def make_half_written(directory: Path) -> None:
     left.rename(directory / "half_written")
 
 
+def make_all(names: list[str], directory: Path, workspace: Path) -> None:
+    """Make several checkpoints, from source models of their own."""
+    for name in names:
+        make(name, directory, workspace)
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ".artifacts").absolute()
     shutil.rmtree(target, ignore_errors=True)
-    for checkpoint_name in CHECKPOINTS:
-        make(checkpoint_name, target, target / "sources")
-    make_half_written(target)
+    torch.set_num_threads(1)  # two processes on two cores
+    other = get_context("fork").Process(
+        target=make_all, args=(list(CHECKPOINTS)[1::2], target, target / "other_sources")
+    )
+    other.start()
+    make_all(list(CHECKPOINTS)[::2], target, target / "sources")
     make_bases(target / "mutations")
+    other.join()
+    if other.exitcode:
+        sys.exit("a checkpoint could not be made, see above")
+    make_half_written(target)
