@@ -20,6 +20,7 @@ from moe_coverage_plugin.calibration.text import IDS, pack
 from moe_coverage_plugin.cli.early import LONGEST, OWN, text_paths
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.sampling.dataset import sample_text
+from moe_coverage_plugin.sampling.run import document_length
 
 
 def read_data(arguments: Namespace) -> Dataset | None:
@@ -43,7 +44,10 @@ def read_data(arguments: Namespace) -> Dataset | None:
                 f"{paths[0]} has several splits: give one of them, {paths[0] / str(next(iter(saved)))}"
             )
         if IDS in saved.column_names:
-            return saved.select(_spread(len(saved), samples))
+            selected = saved.select(_spread(len(saved), samples))
+            if OWN in arguments.data:
+                _check_lengths(selected, _length(arguments))
+            return selected
         text = saved
     with explained(f"{arguments.model} has no tokenizer that can be opened"):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
@@ -63,15 +67,9 @@ def with_own_text(given: Dataset | None, model: PreTrainedModel, arguments: Name
     number = arguments.samples - (0 if given is None else len(given))
     with explained(f"{arguments.model} has no tokenizer that can be opened"):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
-    length = _length(arguments)
-    own = sample_text(model, tokenizer, samples=number, length=length, seed=arguments.seed)
+    own = sample_text(model, tokenizer, samples=number, length=_length(arguments), seed=arguments.seed)
     if given is None:
         return own
-    if other := next((len(ids) for ids in given[IDS] if len(ids) != length), None):
-        raise CoverageError(
-            f"the data set has samples of {other} tokens, but text that the model writes has windows of {length}: "
-            f"give --sequence-length {other}"
-        )
     parts = [text_provenance(each) for each in (own, given)]
     return _windows(torch.tensor([*own[IDS], *given[IDS]]), json.dumps({"parts": parts}))
 
@@ -88,12 +86,21 @@ def explained(problem: str) -> Iterator[None]:
 
 
 def _length(arguments: Namespace) -> int:
-    """Tokens of a window."""
-    if arguments.sequence_length:
+    """Tokens of a window; text that the model writes is not longer than its context, and text beside it as long."""
+    if arguments.sequence_length and OWN not in arguments.data:
         return arguments.sequence_length
     with explained(f"{arguments.model} cannot be opened as a model"):
-        config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False).get_text_config()
-    return min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
+        config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
+    return document_length(arguments.sequence_length or LONGEST, config)
+
+
+def _check_lengths(given: Dataset, length: int) -> None:
+    """Check that samples are as long as windows of own text, before the model writes them."""
+    if other := next((len(ids) for ids in given[IDS] if len(ids) != length), None):
+        raise CoverageError(
+            f"the data set has samples of {other} tokens, but text that the model writes has windows of {length}: "
+            f"give --sequence-length {other}"
+        )
 
 
 def _spread(windows: int, samples: int) -> list[int]:
@@ -103,6 +110,7 @@ def _spread(windows: int, samples: int) -> list[int]:
 
 
 def _windows(ids_WS: Tensor, description: str) -> Dataset:
+    # of selected windows only: as Python integers they take over ten times the memory
     return Dataset.from_dict({IDS: ids_WS.tolist()}, info=DatasetInfo(description=description))
 
 

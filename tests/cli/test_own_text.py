@@ -13,6 +13,7 @@ from llmcompressor import oneshot
 
 from moe_coverage_plugin import Manifest, load_scores, sample_text
 from moe_coverage_plugin.calibration.calibration_set import data_hash
+from moe_coverage_plugin.cli import calibration_data
 from moe_coverage_plugin.manifest import SCORES_NAME
 from tests.calibration.brute_force import open_stock
 from tests.modifiers import harness
@@ -95,13 +96,29 @@ def widths(checkpoint: Path) -> list[list[int]]:
     return list(manifest.widths.values())
 
 
-def test_own_text_and_a_data_set_of_other_windows(script: Any, model: Path, tmp_path: Path) -> None:
+def test_own_text_and_a_data_set_of_other_windows(
+    script: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error before the model writes, which can take long."""
+    monkeypatch.setattr(calibration_data, "sample_text", lambda *_, **__: pytest.fail("the model wrote"))
     Dataset.from_dict({"input_ids": [[5] * 9] * 4}).save_to_disk(tmp_path / "saved")
     done = script("oneshot", model, *PRUNE, *SIZES, "--data", "own", tmp_path / "saved", "--output", tmp_path / "out")
     assert done.status == 2
     assert "samples of 9 tokens" in done.err
     assert "give --sequence-length 9" in done.err
     assert not (tmp_path / "out").exists()
+
+
+def test_windows_of_files_beside_own_text_fit_the_context(script: Any, text: Path, tmp_path: Path) -> None:
+    source = save_model(
+        tmp_path / "short", num_hidden_layers=1, moe_intermediate_size=128, max_position_embeddings=SEQUENCE
+    )
+    sizes = ["--samples", 4, "--sequence-length", 2 * SEQUENCE, "--batch-size", 4]
+    done = script(
+        "oneshot", add_tokenizer(source), *PRUNE, *sizes, "--data", "own", text, "--output", tmp_path / "out"
+    )
+    assert done.status == 0, done.err
+    assert load_scores(tmp_path / "out" / SCORES_NAME)[0].tokens_LE.sum(-1).tolist() == [4 * SEQUENCE * 2]
 
 
 @pytest.mark.parametrize(
