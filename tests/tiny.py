@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -148,6 +149,15 @@ def seeing_config(family: str = "qwen3_vl_moe", **text) -> PretrainedConfig:
         vision_config=vision | {"deepstack_visual_indexes": [0]},
         **marks,
     )
+
+
+def four_bits(group_size: int) -> dict[str, Any]:
+    """Fields of a quantizer to 4 bits in groups, which leaves routing in full precision."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    return {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*shared_expert_gate$"],
+    }
 
 
 def save_model(directory: Path, family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **config) -> Path:

@@ -16,21 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_coverage_plugin import AlignmentModifier, AttributionModifier, ChannelPruningModifier, CoverageModifier
 from tests import paper_method
-from tests.tiny import CONFIGS, CORRECTION_BIAS, VOCAB, add_tokenizer, save_model, token_batches
+from tests.tiny import CONFIGS, CORRECTION_BIAS, VOCAB, add_tokenizer, four_bits, save_model, token_batches
 
 WIDTH = {"moe_intermediate_size": 128, "intermediate_size": 128}
 BLOCK = 32
 # for families whose group-limited routers need two kept experts in each group
 SPARSITY = {"deepseek_v3": 0.2}
-W4: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK},
-        }
-    },
-    "ignore": ["lm_head", "re:.*shared_expert_gate$"],
-}
+W4 = four_bits(BLOCK)
 
 FP8: dict[str, Any] = {"targets": ["Linear"], "scheme": "FP8_DYNAMIC", "ignore": W4["ignore"]}
 

@@ -24,20 +24,12 @@ from moe_coverage_plugin import (
 )
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests import paper_method
-from tests.tiny import VOCAB, save_model, token_batches
+from tests.tiny import VOCAB, four_bits, save_model, token_batches
 
 LAYERS, EXPERTS, CHANNELS, TOP_K = 2, 8, 256, 2
 BLOCK = 64
 # 4 bits in groups that BLOCK is a multiple of
-W4_GROUP_64: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64},
-        }
-    },
-    "ignore": ["lm_head", "re:.*shared_expert_gate$"],
-}
+W4_GROUP_64 = four_bits(64)
 
 # pruning() as a file
 YAML = """

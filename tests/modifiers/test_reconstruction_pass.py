@@ -28,22 +28,14 @@ from moe_coverage_plugin.core.refit import FEWEST_TOKENS
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.moe_layers import expert_width, find_moe_layers
 from tests.modifiers.harness import compress, flat_widths, logits, open_linear, refusal, save_tiny, widths
-from tests.tiny import add_tokenizer, token_batches
+from tests.tiny import add_tokenizer, four_bits, token_batches
 
 pytestmark = pytest.mark.slow
 
 TRAINED = Path(__file__).parents[2] / "benchmarks" / "testbed" / "mini_moe"
 CHANNELS, BLOCK = 64, 16
 SMALL = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": CHANNELS, "vocab_size": 512}
-W4: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK},
-        }
-    },
-    "ignore": ["lm_head", "re:.*shared_expert_gate$"],
-}
+W4 = four_bits(BLOCK)
 
 
 def recipe(
