@@ -140,7 +140,7 @@ def _answer(checkpoint: Path) -> dict[str, Any]:
         last = max((number for number, line in enumerate(lines) if "Error: " in line), default=-1)
         # what some errors are about is in the line after
         return {"error": " ".join(line.strip() for line in lines[last:][:2]), "log": str(log)}
-    answer, ((held, _),) = found["answer"], found["bytes_held"]
+    answer, ((held, _),) = found["output"], found["bytes_held"]
     prompts = {"prompt": answer["prompt_logprobs"], "in_crowd": answer.get("logprobs_in_crowd")}
     compared = {key: agreement(checkpoint, logprobs) for key, logprobs in prompts.items() if logprobs is not None}
     # tokens decoded one by one, against the same tokens as a prompt: other kernels, which round otherwise

@@ -26,7 +26,7 @@ import torch
 
 from tests.serving.agreement import agreement, stored_bytes_of_experts
 from tests.serving.engine import expected_logprobs, open_engine
-from tests.serving.ranks import answer
+from tests.serving.ranks import generate
 
 SPARSITY, BLOCK = 0.4, 128
 MEDIAN_BFLOAT16 = 0.02
@@ -219,10 +219,10 @@ def _compare(checkpoint: Path, llm: Any) -> dict[str, Any]:
     from benchmarks.serving.parameters import expert_methods
 
     prompt_ids = expected_logprobs(checkpoint)[0]
-    found = answer(llm, prompt_ids)
+    found = generate(llm, prompt_ids)
     prompt = agreement(checkpoint, found["prompt_logprobs"])
     # tokens decoded one by one, against the same tokens as a prompt
-    whole = answer(llm, prompt_ids + found["tokens"])["prompt_logprobs"]
+    whole = generate(llm, prompt_ids + found["tokens"])["prompt_logprobs"]
     decoded = (torch.tensor(found["logprobs"]) - torch.tensor(whole[len(prompt_ids) - 1 :])).abs()
     ((held, _),) = llm.collective_rpc("bytes_held")
     return {
