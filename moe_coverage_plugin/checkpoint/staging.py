@@ -34,18 +34,21 @@ def staged(target: Path, writes: bool = True) -> Iterator[Path]:
     """
     target = resolved(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    try:
-        open_to_umask(staging)
-        with in_use(staging), tempfile.TemporaryFile() as unnamed:
+
+    def create() -> Path:
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+
+    with in_use(create) as staging, tempfile.TemporaryFile() as unnamed:
+        try:
+            open_to_umask(staging)
             _link_config(staging, unnamed.fileno())
             yield staging
             if writes:
                 assert not (staging / "config.json").is_symlink(), "the with block must replace config.json"
                 follow_umask(staging)
                 _place(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_output(

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,8 +24,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
-        partial.touch()
-        with in_use(partial):
+        with in_use(lambda: _touched(partial)):
             partial.write_bytes(data)
             os.replace(partial, path)
     except OSError as error:
@@ -56,14 +55,22 @@ def check_place(path: Path) -> Path:
 
 
 @contextmanager
-def in_use(partial: Path) -> Iterator[None]:
-    """Mark a partial file or directory as being written; the mark ends with the process, however that ends."""
-    handle = os.open(partial, os.O_RDONLY)
+def in_use(create: Callable[[], Path]) -> Iterator[Path]:
+    """Create a partial file or directory that :func:`remove_leftovers` of other processes leaves alone.
+
+    The mark is a lock, which ends with the process, however that ends. Another process can take what was just created
+    for a leftover before it is locked: then it is created again.
+
+    Args:
+        create: creates and returns it; under a name that already exists it may return what is there.
+    """
+    while True:
+        partial = create()
+        handle = _locked(partial)
+        if handle is not None:
+            break
     try:
-        # on file systems without locks remove_leftovers gets no lock either, and so removes nothing
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield partial
     finally:
         os.close(handle)
 
@@ -93,3 +100,28 @@ def _remove_unused(partial: Path) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+def _touched(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def _locked(partial: Path) -> int | None:
+    """Return an open handle that locks a partial file or directory, or None if another process removes it."""
+    try:
+        handle = os.open(partial, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        # on file systems without locks remove_leftovers gets no lock either, and so removes nothing
+        return handle
+    if os.path.lexists(partial) and os.path.samestat(os.stat(partial), os.fstat(handle)):
+        return handle
+    os.close(handle)
+    return None

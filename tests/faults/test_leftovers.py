@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ import sys, time
 from pathlib import Path
 from moe_coverage_plugin.files.atomic import in_use
 
-with in_use(Path(sys.argv[1])), in_use(Path(sys.argv[2])):
+with in_use(lambda: Path(sys.argv[1])), in_use(lambda: Path(sys.argv[2])):
     print("writing", flush=True)
     time.sleep(600)
 """
@@ -56,9 +57,67 @@ def test_is_removed_once_its_writer_ended(tmp_path: Path, partials: tuple[Path, 
 
 
 def test_partials_of_this_process_stay(tmp_path: Path, partials: tuple[Path, Path]) -> None:
-    with in_use(partials[0]):
+    with in_use(lambda: partials[0]):
         assert remove_leftovers(tmp_path / "out") == []
     assert remove_leftovers(tmp_path / "out") == [partials[0]]
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is locked", "after it was opened"])
+def test_what_another_process_takes_for_a_leftover_is_created_again(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks check and write one output at the same time."""
+    created: list[Path] = []
+
+    def create() -> Path:
+        created.append(tmp_path / f".out.{len(created)}.partial")
+        created[-1].mkdir()
+        if len(created) == 1 and moment == "before it is opened":
+            assert remove_leftovers(tmp_path / "out") == created
+        return created[-1]
+
+    lock = fcntl.flock
+
+    def lock_late(handle: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        if moment == "while it is locked":
+            lock(other := os.open(created[0], os.O_RDONLY), operation)
+            with pytest.raises(BlockingIOError):
+                lock(handle, operation)
+            created[0].rmdir()
+            os.close(other)
+            raise BlockingIOError
+        assert remove_leftovers(tmp_path / "out") == created
+        lock(handle, operation)
+
+    if moment != "before it is opened":
+        monkeypatch.setattr(fcntl, "flock", lock_late)
+    with in_use(create) as partial:
+        assert partial == created[1]
+        assert remove_leftovers(tmp_path / "out") == []
+    assert [path.name for path in tmp_path.iterdir()] == [".out.1.partial"]
+
+
+def test_processes_that_check_and_write_the_same_output(tmp_path: Path) -> None:
+    def write() -> None:
+        for _ in range(150):
+            check_output(tmp_path / "out")
+            with staged(tmp_path / "out", writes=False) as directory:
+                (directory / "file").touch()
+
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            # a child must not return into pytest, whatever happens
+            status = 1
+            try:
+                write()
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_files_stay(tmp_path: Path, partials: tuple[Path, Path]) -> None:
