@@ -33,6 +33,7 @@ CHECKSUM_KEY = "sha256"
 MOST_LAYERS = 1_000
 MOST_EXPERTS = 8_192
 MOST_CHANNELS = 2**24
+MOST_TOKENS = 2**53
 # a JSON file that is nested deeper ends Python's recursion in the programs that read it
 MOST_LEVELS = 64
 
@@ -58,6 +59,8 @@ class Manifest:
         contents: names, dtypes and shapes of all tensors, and the sizes in the model's config, as they were written
             (:mod:`~.files.record`); empty in checkpoints of release 0.1.
         version: schema version of the entry.
+        tokens: for the layers that were measured, the calibration tokens that the router sent to each expert before
+            pruning; empty in checkpoints of release 0.1. Engines place experts on ranks by it.
 
     Raises:
         CoverageError: an unknown schema version, or values that contradict each other.
@@ -70,6 +73,7 @@ class Manifest:
     provenance: dict[str, Any] = field(default_factory=dict)
     version: int = SCHEMA_VERSION
     contents: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # JSON may hold true and 1.0, which both equal 1
@@ -91,6 +95,8 @@ class Manifest:
             )
         for name, widths in self.widths.items():
             self._check_layer(name, widths)
+        for name, tokens in self.tokens.items():
+            self._check_tokens(name, tokens)
         if self.layout != "ragged" and len(self.distinct_widths) != 1:
             raise CoverageError(
                 f"{CONFIG_KEY} layout {self.layout!r} needs one width, found {short(self.distinct_widths)}: the entry "
@@ -113,6 +119,7 @@ class Manifest:
             or not all(isinstance(name, str) and isinstance(widths, list) for name, widths in layers)
             or not isinstance(self.provenance, dict)
             or not isinstance(self.contents, dict)
+            or not isinstance(self.tokens, dict)
         ):
             raise CoverageError(
                 f"{CONFIG_KEY} entry has values of wrong types, for sizes and widths only integers are valid: it is "
@@ -135,6 +142,16 @@ class Manifest:
         if not any(widths):
             raise CoverageError(
                 f"{CONFIG_KEY} entry names a layer without experts, {name}: it is damaged, copy config.json again"
+            )
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        # a damaged entry may have any values
+        experts = len(self.widths.get(name, ()))
+        fits = experts > 0 and isinstance(tokens, list) and len(tokens) == experts
+        if not fits or not all(type(count) is int and 0 <= count <= MOST_TOKENS for count in tokens):
+            raise CoverageError(
+                f"{CONFIG_KEY} entry has tokens {short(tokens)} for {name}, expected {experts} counts between 0 and "
+                f"{MOST_TOKENS}: it is damaged, copy config.json again"
             )
 
     @property
@@ -167,8 +184,9 @@ class Manifest:
         ``removed_experts`` is written for people who read the file; reading derives it from ``widths``.
         """
         entry = json.loads(json.dumps(asdict(self) | {"removed_experts": self.removed_experts}))
-        if not self.contents:
-            del entry["contents"]
+        for optional in ("contents", "tokens"):
+            if not entry[optional]:
+                del entry[optional]
         return entry | {CHECKSUM_KEY: checksum(entry)}
 
     @classmethod

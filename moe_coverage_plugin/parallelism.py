@@ -24,12 +24,14 @@ class SplitLayer:
         group_size: channels that share a scale or a packed word and so must stay on one rank; ``None`` if there
             are no such channels.
         unit: what has ``group_size`` channels, in messages.
+        of_experts: whether it is a layer of routed experts, which expert parallelism does not split.
     """
 
     what: str
     channels: int
     group_size: int | None = None
     unit: str = "group size"
+    of_experts: bool = False
 
     def obstacle(self, degree: int) -> str | None:
         """Return why the layer cannot be split, or ``None`` if it can."""
@@ -65,8 +67,14 @@ class ParallelShape:
     layers: tuple[SplitLayer, ...]
 
 
-def obstacles(shape: ParallelShape, degree: int) -> list[str]:
-    """Return everything that forbids a degree; empty if it is legal."""
+def obstacles(shape: ParallelShape, degree: int, expert_parallel: bool = False) -> list[str]:
+    """Return everything that forbids a degree; empty if it is legal.
+
+    Args:
+        shape: sizes of the model.
+        degree: number of tensor-parallel ranks.
+        expert_parallel: whether each rank holds entire experts instead of a part of each.
+    """
     found = []
     if shape.attention_heads % degree:
         found.append(f"{shape.attention_heads} attention heads are not a multiple of it")
@@ -77,7 +85,11 @@ def obstacles(shape: ParallelShape, degree: int) -> list[str]:
     padded = shape.vocabulary + -shape.vocabulary % VOCABULARY_PADDING
     if padded % degree:
         found.append(f"{padded} rows of the padded vocabulary are not a multiple of it")
-    return found + [obstacle for layer in shape.layers if (obstacle := layer.obstacle(degree)) is not None]
+    for layer in shape.layers:
+        obstacle = layer.obstacle(1 if expert_parallel and layer.of_experts else degree)
+        if obstacle is not None:
+            found.append(obstacle)
+    return found
 
 
 def heads_obstacle(heads: int, degree: int) -> str | None:
@@ -87,9 +99,9 @@ def heads_obstacle(heads: int, degree: int) -> str | None:
     return None
 
 
-def degrees(shape: ParallelShape, limit: int = MAX_DEGREE) -> dict[int, list[str]]:
+def degrees(shape: ParallelShape, limit: int = MAX_DEGREE, expert_parallel: bool = False) -> dict[int, list[str]]:
     """Return the obstacles of every degree from 1 to ``limit``; legal degrees have none."""
-    return {degree: obstacles(shape, degree) for degree in range(1, limit + 1)}
+    return {degree: obstacles(shape, degree, expert_parallel) for degree in range(1, limit + 1)}
 
 
 def rank_ranges(widths_E: Sequence[int], unit: int, rank: int, world_size: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,19 @@ def load(
         manifest.provenance,
         report,
         origin=read_origin(str(path)),
+        tokens=manifest.tokens or _tokens(report, manifest),
     )
     save_with_manifest(model, record)
     return model.eval()
+
+
+def _tokens(report: dict[str, Any], manifest: Manifest) -> dict[str, list[int]]:
+    """Return the calibration tokens in the report of a checkpoint whose entry has none, if they fit its experts."""
+    found = {name: layer.get("tokens") for name, layer in report_layers(report).items()}
+    try:
+        return replace(manifest, tokens=found).tokens
+    except CoverageError:
+        return {}
 
 
 def _read_report(file: Path) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class PruningRecord:
         companions: functions that write further files, such as a tokenizer, into the directory they are given.
         origin: what the model card takes from the card of the base model.
         recipe: text of ``recipe.yaml``; empty if it is that of the run or of the directory the model is from.
+        tokens: calibration tokens of the experts of each layer that was measured, for the manifest.
     """
 
     layout: Layout
@@ -64,6 +65,7 @@ class PruningRecord:
     companions: list[Callable[[Path], None]] = field(default_factory=list)
     origin: Origin = field(default_factory=Origin)
     recipe: str = ""
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningRecord:
         """Copy what is added to when the copied model is changed; scores and pictures are shared."""
@@ -206,7 +208,8 @@ def largest_layer_bytes(model: PreTrainedModel) -> int:
 
 def _manifest(model: PreTrainedModel, record: PruningRecord) -> Manifest:
     widths = {layer.name: layer.widths for layer in find_moe_layers(model)}
-    return Manifest(record.layout, record.intermediate_size, widths, record.block_size, record.provenance)
+    fields = record.layout, record.intermediate_size, widths, record.block_size, record.provenance
+    return Manifest(*fields, tokens=record.tokens)
 
 
 def _add_companions(

@@ -10,6 +10,8 @@ from typing import Any
 
 from moe_coverage_plugin.cli import output
 from moe_coverage_plugin.cli.checkpoint import Checkpoint, read_checkpoint
+from moe_coverage_plugin.cli.expert_ranks import HEADERS as BALANCE_HEADERS
+from moe_coverage_plugin.cli.expert_ranks import balance_rows, rank_balance
 from moe_coverage_plugin.expert_scheme import ExpertScheme, describe_numbers
 from moe_coverage_plugin.files.split_layers import evenly_split_layers
 from moe_coverage_plugin.parallelism import ParallelShape, degrees, imbalance
@@ -43,7 +45,9 @@ def run(arguments: Namespace) -> None:
 
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
-    obstacles = degrees(_parallel_shape(checkpoint))
+    shape = _parallel_shape(checkpoint)
+    obstacles = degrees(shape)
+    with_entire_experts = degrees(shape, expert_parallel=True)
     legal = [degree for degree, found in obstacles.items() if not found]
     on_cpus = degrees(_parallel_shape(checkpoint, any_expert_ranks=bool(checkpoint.groups)))
     return {
@@ -64,6 +68,10 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
             "imbalance": {str(degree): _imbalance(checkpoint, degree) for degree in legal},
             "legal_on_cpus_only": [each for each, found in on_cpus.items() if not found and each not in legal],
             "blocked": {str(degree): found for degree, found in obstacles.items() if found},
+        },
+        "expert_parallel": {
+            "legal": [degree for degree, found in with_entire_experts.items() if not found],
+            "balance": rank_balance(checkpoint),
         },
         "provenance": manifest.provenance,
         "remarks": checkpoint.remarks,
@@ -162,6 +170,10 @@ def _show(summary: dict[str, Any]) -> None:
     if on_cpus := parallel["legal_on_cpus_only"]:
         print(f"  in builds of vLLM for CPUs also {', '.join(map(str, on_cpus))}")
     print(output.fact_lines({f"  not {degree}": _first(found) for degree, found in parallel["blocked"].items()}))
+    of_experts = summary["expert_parallel"]
+    print(f"tensor parallel with --enable-expert-parallel: {', '.join(map(str, of_experts['legal']))}")
+    if of_experts["balance"]:
+        print(f"\n{output.table(BALANCE_HEADERS, balance_rows(of_experts['balance']))}")
 
 
 def _degree(item: tuple[str, float]) -> str:

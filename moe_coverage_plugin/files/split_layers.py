@@ -39,7 +39,7 @@ class StoredLayer:
 
     def as_split(self, what: str) -> SplitLayer:
         """Return the layer for the rules of tensor parallelism, called ``what`` in messages."""
-        return SplitLayer(what, self.channels, self.unit, self.unit_name)
+        return SplitLayer(what, self.channels, self.unit, self.unit_name, self.kind == EXPERTS)
 
 
 def evenly_split_layers(

@@ -66,6 +66,7 @@ def pruning_record(
         report=_report(plan, view) | {"weight_bytes_before": bytes_before},
         companions=companions,
         origin=origin,
+        tokens=dict(zip(plan.scores.names, plan.scores.tokens_LE.tolist(), strict=True)),
     )
 
 

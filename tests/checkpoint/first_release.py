@@ -23,7 +23,7 @@ def as_first_release(checkpoint: Path, copy: Path) -> Path:
     config = json.loads((copy / "config.json").read_text())
     entry = config["quantization_config"][CONFIG_KEY]
     entry["dead_experts"] = entry.pop("removed_experts")
-    del entry["contents"]
+    del entry["contents"], entry["tokens"]
     entry[CHECKSUM_KEY] = checksum(entry)
     (copy / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     report = json.loads((copy / REPORT_NAME).read_text())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.expert_placement import layer_loads, place_experts
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import INDEX_NAME, REPORT_NAME, SCORES_NAME
 from moe_coverage_plugin.parallelism import imbalance
@@ -54,6 +55,36 @@ def test_the_summary_matches_the_files(script: Any, tmp_path: Path, name: str, r
         "experts_unpruned_16_bit": 2 * 8 * 3 * 256 * 128 * 2,
     }
     assert summary["remarks"] == []
+    assert manifest.tokens == {layer["name"]: layer["tokens"] for layer in summary["layers"]}
+
+
+@pytest.mark.parametrize("name", ["pruned", "shared", "float8"])
+def test_balance_of_expert_parallel_ranks(
+    script: Any, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Bytes in the files and calibration tokens, under the placement that engines compute from the entry."""
+    directory: Path = request.getfixturevalue(name)
+    balance = inspected(script, tmp_path, directory)["expert_parallel"]["balance"]
+    assert list(balance) == ["2", "4", "8"]
+    manifest = Manifest.from_checkpoint(directory)
+    assert manifest is not None
+    bits = {"pruned": 16, "shared": 4, "float8": 8}[name]
+    loads = layer_loads(manifest, dict.fromkeys(manifest.widths, bits))
+    holders = dict(zip(loads, place_experts(list(loads.values()), 2), strict=True))
+    stored, work = [0, 0], [[0, 0] for _ in loads]
+    for key, tensor in load_file(directory / WEIGHTS).items():
+        if ".mlp.experts." in key and not key.endswith("_shape"):
+            layer, _, rest = key.partition(".experts.")
+            stored[holders[f"{layer}.experts"][int(rest.partition(".")[0])]] += tensor.nbytes
+    for number, (layer, holders_E) in enumerate(holders.items()):
+        for rank, width, tokens in zip(holders_E, manifest.widths[layer], manifest.tokens[layer], strict=True):
+            work[number][rank] += width * tokens
+    assert balance["2"]["bytes"] == pytest.approx(max(stored) * 2 / sum(stored))
+    assert balance["2"]["work"] == pytest.approx(sum(map(max, work)) * 2 / sum(map(sum, work)))
+    for ratios in balance.values():
+        assert 1 <= ratios["bytes"] <= ratios["bytes_by_number"] * 1.001
+        assert 1 <= ratios["work"] <= ratios["work_by_number"]
+    assert f"{balance['2']['bytes']:.3f}" in script("inspect", directory).out.split("expert-parallel ranks")[1]
 
 
 def test_prints_the_main_figures(script: Any, pruned: Path, source: Path) -> None:
@@ -80,6 +111,7 @@ def test_degrees_of_quantized_experts_of_one_width(script: Any, tmp_path: Path, 
     assert summary["tensor_parallel"]["blocked"]["4"] == [
         "32 channels of the experts on each rank are not a multiple of the group size 64"
     ]
+    assert summary["expert_parallel"] == {"legal": [1, 2, 4], "balance": {}}
     # builds for CPUs have no kernel for such experts, and ours assigns groups unevenly
     assert summary["tensor_parallel"]["legal_on_cpus_only"] == [4]
     assert "\n  in builds of vLLM for CPUs also 4\n" in script("inspect", uniform).out

@@ -108,7 +108,8 @@ def damaged_json(value: Any, choices: Choices) -> Any:
 def original_manifest() -> Manifest:
     widths = {f"model.layers.{layer}.mlp.experts": [64, 0, 128 - 32 * (layer % 3), 96] for layer in (1, 2, 10)}
     provenance = {"model": "a/b", "versions": {"torch": "2"}, "calibration_batches": 4, "recipe": [{"sparsity": 0.25}]}
-    return Manifest("ragged", 256, widths, 32, provenance)
+    tokens = {name: [900, 3, 0, 77] for name in list(widths)[1:]}
+    return Manifest("ragged", 256, widths, 32, provenance, tokens=tokens)
 
 
 def original_config() -> dict[str, Any]:
