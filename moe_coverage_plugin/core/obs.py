@@ -39,6 +39,8 @@ from moe_coverage_plugin.core.reconstruction import RIDGE
 
 # least relative increase of the score from one removed channel to the next
 STEP = 1e-9
+# channels that are removed before their updates are applied to the matrices, by one product instead of one for each
+PENDING = 32
 
 
 def pooled_curvature(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> Tensor:
@@ -65,7 +67,8 @@ def pooled_curvature(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> 
 def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) -> Tensor:
     """Cost of each channel at its removal (module docstring), for all experts of a layer together.
 
-    Takes ``I`` steps, each over two float64 matrices ``[E, I, I]``, on the device of ``gram_EII``.
+    Takes ``I`` steps, on the device of ``gram_EII``. A step computes the diagonals and one row of two float64 matrices
+    ``[E, I, I]``; the matrices themselves are updated after every ``PENDING`` steps.
 
     Args:
         gram_EII: ``G`` without the ridge.
@@ -77,20 +80,58 @@ def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) ->
         becomes NaN in its scores, which planners check.
     """
     assert gram_EII.shape == curvature_EII.shape
-    curvature_EII = curvature_EII.to(gram_EII.device, torch.float64, copy=True)
+    curvature = _Updated(curvature_EII.to(gram_EII.device, torch.float64, copy=True))
     inverse_EII, active_E = _inverse(gram_EII.double(), ridge)
+    inverse = _Updated(inverse_EII)
     scores_EI = torch.zeros_like(inverse_EII[:, 0])
     removed_EI = torch.zeros_like(scores_EI, dtype=torch.bool)
     last_E1 = scores_EI[:, :1]
     for _ in range(scores_EI.shape[1]):
-        cost_EI = (_diagonal(curvature_EII) / _diagonal(inverse_EII)).masked_fill(removed_EI, torch.inf)
+        cost_EI = (curvature.diagonal_EI / inverse.diagonal_EI).masked_fill(removed_EI, torch.inf)
         cost_E1, channel_E1 = cost_EI.min(-1, keepdim=True)
         # the maximum also lifts a zero that rounding made negative
         last_E1 = torch.maximum(cost_E1, last_E1 * (1 + STEP))
         scores_EI.scatter_(1, channel_E1, last_E1)
         removed_EI.scatter_(1, channel_E1, True)
-        _remove_channel(inverse_EII, curvature_EII, channel_E1)
+        _remove_channel(inverse, curvature, channel_E1)
     return torch.where(active_E[:, None], scores_EI, 0.0)
+
+
+class _Updated:
+    """Symmetric matrices of all experts, from which products of vectors are subtracted.
+
+    Attributes:
+        diagonal_EI: diagonals after all updates.
+    """
+
+    def __init__(self, matrix_EII: Tensor) -> None:
+        self.diagonal_EI = _diagonal(matrix_EII).clone()
+        self._matrix_EII = matrix_EII
+        experts, channels, _ = matrix_EII.shape
+        self._experts_E = torch.arange(experts, device=matrix_EII.device)
+        # updates that the matrices do not contain yet
+        self._left_EUI, self._right_EUI = matrix_EII.new_empty(2, experts, 2 * PENDING, channels)
+        self._pending = 0
+
+    def row(self, channel_E: Tensor) -> Tensor:
+        """One row of each matrix after all updates, ``[E, I]``."""
+        row_E1I = self._matrix_EII[self._experts_E, channel_E][:, None]
+        if self._pending:
+            left_EU = self._left_EUI[self._experts_E, : self._pending, channel_E]
+            row_E1I.baddbmm_(left_EU[:, None], self._right_EUI[:, : self._pending], alpha=-1)
+        return row_E1I[:, 0]
+
+    def subtract(self, *products: tuple[Tensor, Tensor]) -> None:
+        """Subtract ``left^T right`` for each pair of vectors ``[E, I]``; their sum is symmetric."""
+        for left_EI, right_EI in products:
+            self.diagonal_EI.addcmul_(left_EI, right_EI, value=-1)
+            self._left_EUI[:, self._pending] = left_EI
+            self._right_EUI[:, self._pending] = right_EI
+            self._pending += 1
+        if self._pending > self._left_EUI.shape[1] - len(products):
+            left_EUI, right_EUI = self._left_EUI[:, : self._pending], self._right_EUI[:, : self._pending]
+            self._matrix_EII.baddbmm_(left_EUI.mT, right_EUI, alpha=-1)
+            self._pending = 0
 
 
 def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -103,18 +144,15 @@ def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     return torch.cholesky_inverse(torch.linalg.cholesky(regular_EII)), active_E
 
 
-def _remove_channel(inverse_EII: Tensor, curvature_EII: Tensor, channel_E1: Tensor) -> None:
-    """Remove one channel of every expert from both matrices, in place; the others are refitted."""
-    channel_E11 = channel_E1[..., None]
-    inverse_E1I = inverse_EII.take_along_dim(channel_E11, 1)
-    transfer_E1I = inverse_E1I / inverse_E1I.take_along_dim(channel_E11, 2)
-    curvature_E1I = curvature_EII.take_along_dim(channel_E11, 1)
+def _remove_channel(inverse: _Updated, curvature: _Updated, channel_E1: Tensor) -> None:
+    """Remove one channel of every expert from both matrices; the others are refitted."""
+    inverse_EI = inverse.row(channel_E1[:, 0])
+    transfer_EI = inverse_EI / inverse_EI.gather(1, channel_E1)
+    curvature_EI = curvature.row(channel_E1[:, 0])
     # half of t D_c: + D_:c t^T - D_cc t t^T; the other half is its transpose
-    half_E1I = curvature_E1I - curvature_E1I.take_along_dim(channel_E11, 2) / 2 * transfer_E1I
-    left_E2I = torch.cat([transfer_E1I, half_E1I], dim=1)
-    right_E2I = torch.cat([half_E1I, transfer_E1I], dim=1)
-    curvature_EII.baddbmm_(left_E2I.mT, right_E2I, alpha=-1)
-    inverse_EII.baddbmm_(inverse_E1I.mT, transfer_E1I, alpha=-1)
+    half_EI = curvature_EI - curvature_EI.gather(1, channel_E1) / 2 * transfer_EI
+    curvature.subtract((transfer_EI, half_EI), (half_EI, transfer_EI))
+    inverse.subtract((inverse_EI, transfer_EI))
 
 
 def _diagonal(matrix_EII: Tensor) -> Tensor:
