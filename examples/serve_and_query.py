@@ -55,7 +55,7 @@ try:
         if server.poll() is not None or time.monotonic() > deadline:
             sys.exit(f"vllm serve did not start: status {server.poll()}")
         try:
-            [model] = ask("/v1/models")["data"]
+            model, *_adapters = ask("/v1/models")["data"]
             break
         except OSError:
             time.sleep(1)

@@ -24,6 +24,7 @@ from moe_coverage_plugin.expert_scheme import (
 from moe_coverage_plugin.files.quantization import check_quantization
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.adapters import leave_experts_out
 from moe_coverage_plugin.serving.deployment import NO_DRAFT, check_deployment, serves_experts
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
@@ -31,6 +32,7 @@ from moe_coverage_plugin.serving.local_files import check_local
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from vllm.model_executor.layers.fused_moe import MoERunner
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 # targets name experts by their class in llm-compressor, which is Linear
@@ -151,6 +153,8 @@ class CoverageConfig(CompressedTensorsConfig):
         if isinstance(layer, RoutedExperts) and self.schemes:
             name = self._manifest_name(prefix)
             if name in self.schemes:
+                if layer.moe_config.is_lora_enabled:
+                    leave_experts_out(_are_ours)
                 return RaggedExpertsMethod(layer.moe_config, name, self.manifest.widths[name], self.schemes[name])
         method = super().get_quant_method(layer, prefix)
         if isinstance(method, CompressedTensorsLinearMethod) and compat.lacks_w4a16_linear():
@@ -206,6 +210,10 @@ def check_unquantized(model_name: str, hf_config: PretrainedConfig) -> None:
 def has_ragged_experts(quantization: object) -> bool:
     """Return whether a quantization config gives every MoE layer our method, which reads no common width."""
     return isinstance(quantization, CoverageConfig) and quantization.manifest.layout == "ragged"
+
+
+def _are_ours(layer: MoERunner) -> bool:
+    return isinstance(layer.routed_experts.quant_method, RaggedExpertsMethod)
 
 
 def _layer_number(path: str) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.adapters import check_adapters_of_requests, check_lora_options
 from moe_coverage_plugin.serving.degrees import check_degrees
 from moe_coverage_plugin.serving.local_files import read_local
 
@@ -65,7 +66,10 @@ def check_deployment(vllm_config: VllmConfig) -> None:
         return
     # not for stock methods, whose experts have parameters that no checkpoint fills
     compat.require_all_weights(vllm_config)
-    check_options(parallel.enable_expert_parallel, parallel.enable_eplb, vllm_config.lora_config is not None)
+    check_options(parallel.enable_expert_parallel, parallel.enable_eplb)
+    if vllm_config.lora_config is not None:
+        check_lora_options(vllm_config.lora_config)
+        check_adapters_of_requests(vllm_config.lora_config)
     check_features(vllm_config, manifest)
     if parallel.data_parallel_size > 1:
         check_data_parallel(parallel.data_parallel_size, parallel.all2all_backend)
@@ -167,13 +171,12 @@ def check_data_parallel(ranks: int, backend: str) -> None:
         )
 
 
-def check_options(expert_parallel: bool, expert_balancing: bool, lora: bool) -> None:
-    """Check options that move entire experts between ranks or add weights to experts.
+def check_options(expert_parallel: bool, expert_balancing: bool) -> None:
+    """Check options that move entire experts between ranks.
 
     Args:
         expert_parallel: ``enable_expert_parallel``.
         expert_balancing: ``enable_eplb``.
-        lora: ``enable_lora``.
 
     Raises:
         CoverageError: one of them is switched on.
@@ -186,9 +189,4 @@ def check_options(expert_parallel: bool, expert_balancing: bool, lora: bool) -> 
         raise CoverageError(
             "enable_expert_parallel is set, but experts of unequal width are sharded within each expert: serve "
             "without --enable-expert-parallel, with --tensor-parallel-size"
-        )
-    if lora:
-        raise CoverageError(
-            "enable_lora is set, but adapters have one width for all experts of a layer: merge the adapter into the "
-            "model before pruning and serve without --enable-lora"
         )

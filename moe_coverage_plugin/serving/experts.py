@@ -39,14 +39,14 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         scheme: how their weights are stored.
 
     Raises:
-        CoverageError: expert parallelism, expert balancing or adapters are switched on, or a table of token ids would
-            still choose removed experts.
+        CoverageError: expert parallelism or expert balancing is switched on, or a table of token ids would still
+            choose removed experts.
     """
 
     def __init__(self, moe: FusedMoEConfig, name: str, widths_E: Sequence[int], scheme: ExpertScheme) -> None:
         super().__init__(moe)
         parallel = moe.moe_parallel_config
-        check_options(parallel.use_ep, parallel.enable_eplb, moe.is_lora_enabled)
+        check_options(parallel.use_ep, parallel.enable_eplb)
         if 0 in widths_E and compat.chooses_by_token_table(moe):
             raise CoverageError(
                 f"{name} lacks {list(widths_E).count(0)} of {len(widths_E)} experts, but its experts are chosen by a "

@@ -89,6 +89,24 @@ STAND_INS = {
             0,
             "of a class made at run time",
         ),
+        StandIn(
+            f"{OURS}.serving.adapters.leave_experts_out.supported_without_experts",
+            "vllm.lora.utils.get_supported_lora_modules",
+            0,
+            "assigned to the module that calls it",
+        ),
+        StandIn(
+            f"{OURS}.serving.adapters.leave_experts_out.check_and_load",
+            "vllm.lora.worker_manager.WorkerLoRAManager._load_adapter",
+            1,
+            "assigned to the class",
+        ),
+        StandIn(
+            f"{OURS}.serving.adapters.check_adapters_of_requests.check_and_validate",
+            "vllm.v1.engine.input_processor.InputProcessor._validate_lora",
+            1,
+            "assigned to the class",
+        ),
     ),
     "llmcompressor": (
         StandIn(

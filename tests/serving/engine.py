@@ -110,12 +110,13 @@ def prepare_process() -> None:
     core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.unfreeze = lambda: None
 
 
-def prompt_logprobs(llm: Any, prompt_ids: list[int]) -> list[float]:
+def prompt_logprobs(llm: Any, prompt_ids: list[int], lora_request: Any = None) -> list[float]:
     """Log-probability of each next token of a prompt; one token is generated too."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    output = llm.generate([{"prompt_token_ids": prompt_ids}], sampling, use_tqdm=False)[0]
+    prompts = [{"prompt_token_ids": prompt_ids}]
+    output = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)[0]
     assert len(output.outputs[0].token_ids) == 1
     chosen = zip(output.prompt_logprobs[1:], prompt_ids[1:], strict=True)
     return [logprobs[token].logprob for logprobs, token in chosen]

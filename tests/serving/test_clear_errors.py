@@ -207,7 +207,7 @@ def test_what_a_run_leaves_that_is_killed_while_it_saves() -> None:
     ("options", "message"),
     [
         ({"enable_expert_parallel": True}, "enable_expert_parallel is set, .* serve without"),
-        ({"enable_lora": True}, "enable_lora is set, .* merge the adapter"),
+        ({"enable_lora": True, "lora_target_modules": ["experts"]}, "lora_target_modules has 'experts'"),
     ],
 )
 def test_engine_options(edited: Callable[..., Path], options: dict[str, Any], message: str) -> None:

@@ -13,12 +13,15 @@ import pytest
 import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators import cpu_communicator
+from vllm.lora import model_manager, utils
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.router import router_factory
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker import cpu_worker
 
 from moe_coverage_plugin.serving import compat
@@ -55,6 +58,24 @@ def test_models_without_quantization_are_not_shown_to_quantization_configs() -> 
     verify = ModelConfig._verify_quantization
     source = getsource(getattr(verify, "coverage_check", verify))
     assert source.index("if quant_cfg is not None:") < source.index("override_quantization_method(")
+
+
+def test_methods_of_experts_do_not_decide_about_adapters() -> None:
+    source = getsource(utils.get_supported_lora_modules)
+    assert "isinstance(module, (LinearBase, MoERunner))" in source
+    assert "quant_method" not in source
+
+
+def test_experts_that_no_option_names_are_left_out_without_a_message() -> None:
+    source = getsource(model_manager.LoRAModelManager._create_lora_modules)
+    assert source.index("not self._match_target_modules(module_name)") < source.index("isinstance(module, MoERunner)")
+    names = getsource(getattr(WorkerLoRAManager._load_adapter, "coverage_check", WorkerLoRAManager._load_adapter))
+    assert "target_modules" not in names
+
+
+def test_requests_are_not_checked_against_their_adapters() -> None:
+    validate = InputProcessor._validate_lora
+    assert ".lora_path" not in getsource(getattr(validate, "coverage_check", validate))
 
 
 def test_loaded_weights_of_quantized_models_are_not_tracked_by_default() -> None:

@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.serving.adapters import make_adapter
 from tests.serving.engine import REPOSITORY, checkpoint_path, expected_logprobs
 
 pytestmark = pytest.mark.engine
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.engine
 CHECKPOINT = "ragged_w4a16"
 MOST_TOKENS = 128
 OPTIONS = ("--enforce-eager", "--max-model-len", MOST_TOKENS, "--max-num-seqs", 4, "--dtype", "float32")
+ADAPTER = "attention"
 
 
 class Server(NamedTuple):
@@ -46,12 +50,23 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an adapter of attention, and of one of experts, too."""
+    path = tmp_path_factory.mktemp("adapters")
+    make_adapter(checkpoint_path(CHECKPOINT), path / ADAPTER, ("q_proj", "v_proj"))
+    make_adapter(checkpoint_path(CHECKPOINT), path / "experts", ("q_proj", "experts.2.up_proj"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
     path = checkpoint_path(CHECKPOINT, "tokenizer.json")
     script = REPOSITORY / "examples" / "serve_and_query.py"
     command = [sys.executable, script, path, "--hold", "--prompt", "w5 w6 w7", "--max-tokens", "4", *OPTIONS]
+    command += ["--enable-lora", "--lora-modules", f"{ADAPTER}={directory / ADAPTER}"]
     # other tests keep engines in their process, but users do not
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     process = subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,
@@ -87,8 +102,9 @@ def test_the_example_prints_its_query(server: Server) -> None:
 def test_models(server: Server) -> None:
     status, response = server.query("/v1/models")
     assert status == 200
-    [model] = response["data"]
+    model, adapter = response["data"]
     assert (model["id"], model["max_model_len"]) == (str(checkpoint_path(CHECKPOINT)), MOST_TOKENS)
+    assert (adapter["id"], adapter["parent"]) == (ADAPTER, model["id"])
 
 
 def test_completions(server: Server) -> None:
@@ -102,13 +118,34 @@ def test_completions(server: Server) -> None:
     assert server.query("/v1/completions", **request)[1]["choices"] == response["choices"]
 
 
-def test_responses_are_those_of_transformers(server: Server) -> None:
+def prompt_logprobs(server: Server, **request: Any) -> tuple[list[float], list[float]]:
+    """Log-probabilities of a prompt's tokens, and those of transformers without an adapter."""
     prompt_ids, expected = expected_logprobs(checkpoint_path(CHECKPOINT), "float32")
-    request = {"prompt": prompt_ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    request |= {"prompt": prompt_ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
     status, response = server.query("/v1/completions", **request)
     assert status == 200
-    found = response["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt_ids)]
+    return response["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt_ids)], expected
+
+
+def test_responses_are_those_of_transformers(server: Server) -> None:
+    found, expected = prompt_logprobs(server)
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_adapter_of_attention(server: Server) -> None:
+    """Its results are compared with those of the merged model in ``test_adapters``."""
+    found, without = prompt_logprobs(server, model=ADAPTER)
+    assert median(abs(a - b) for a, b in zip(found, without, strict=True)) > 0.1
+    assert prompt_logprobs(server)[0] == pytest.approx(without, abs=1e-4)
+
+
+def test_an_adapter_of_experts_is_an_error_and_the_server_goes_on(server: Server, directory: Path) -> None:
+    request = {"lora_name": "experts", "lora_path": str(directory / "experts")}
+    status, response = server.query("/v1/load_lora_adapter", **request)
+    assert status >= 400
+    assert "tensors of experts" in json.dumps(response)
+    assert "merge it with peft" in json.dumps(response)
+    assert server.query("/v1/completions", prompt="w5", max_tokens=1)[0] == 200
 
 
 @pytest.mark.parametrize(
