@@ -1,6 +1,7 @@
 import copy
 import ctypes
 import gc
+import importlib.util
 import inspect
 import os
 import sys
@@ -87,8 +88,18 @@ def _keep_freed_memory() -> None:
         memory.INITIAL_THRESHOLD = _KEPT_MEMORY[_M_MMAP_THRESHOLD]
 
 
+def _list_no_packages() -> None:
+    """Keep lm-eval from running ``pip list`` for each evaluation, whose output is not used."""
+    if "torch" in sys.modules and importlib.util.find_spec("lm_eval"):
+        from torch.utils import collect_env
+
+        # patch: tests-pip-list
+        collect_env.get_pip_packages = lambda *_: ("pip", "")
+
+
 def pytest_collection_finish() -> None:
     _keep_freed_memory()
+    _list_no_packages()
     # what was imported stays, and the collector need not walk through it again and again
     gc.collect()
     gc.freeze()
