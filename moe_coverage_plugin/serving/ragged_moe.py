@@ -39,7 +39,8 @@ def ragged_moe(
     Args:
         x_TH: hidden states.
         topk_weights_TK: routing weights, usually float32.
-        topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does -1, vLLM's mark of padding.
+        topk_ids_TK: integer expert numbers. An expert of width 0 adds nothing, nor does a number that no expert has,
+            such as -1, vLLM's mark of padding.
         weights: in the layout of ``ExpertShapes``: plain in the dtype of ``x_TH``, 8-bit floats, to which activations
             are then rounded, too, or int32 words.
         widths_E: channels of each expert on this rank.
@@ -104,11 +105,12 @@ def routed_experts(
     """
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for expert in topk_ids_TK.unique().tolist() if routing_known else range(len(shapes.widths_E)):
-        if expert < 0 or (shapes.widths_E[expert] == 0 and weights.w2_bias is None):
+        if not 0 <= expert < len(shapes.widths_E) or (shapes.widths_E[expert] == 0 and weights.w2_bias is None):
             continue
         hit_TK = topk_ids_TK == expert
         hit_T = hit_TK.any(-1)
-        weight_T = (topk_weights_TK * hit_TK).sum(-1)
+        # routing weights of padding may be NaN
+        weight_T = topk_weights_TK.where(hit_TK, 0).sum(-1)
         token_M = hit_T.nonzero().squeeze(-1) if routing_known else torch.arange(len(x_TH), device=x_TH.device)
         x_NH, weight_N1 = x_TH[token_M], weight_T[token_M].unsqueeze(-1)
         if weight_on_input:

@@ -155,13 +155,21 @@ def test_same_sum_while_the_routing_is_unknown(
     assert unknown[:3].isfinite().all()
 
 
-def test_padding_adds_nothing() -> None:
+@pytest.mark.parametrize("routing_known", [True, False])
+@pytest.mark.parametrize("number", [-1, len(UGLY), 2**31 - 1])
+def test_numbers_that_no_expert_has_add_nothing(number: int, routing_known: bool) -> None:
+    """Like vLLM's mark of padding, whose routing weights are undefined."""
     experts = RaggedExperts(UGLY)
     x, (weights, ids) = torch.randn(8, experts.hidden), route(UGLY, 8)
-    ids[5:] = -1
-    found = forward(experts, *experts.loaded(), x, weights, ids)
-    torch.testing.assert_close(found[:5], reference(experts, x[:5], weights[:5], ids[:5]), rtol=1e-5, atol=1e-5)
-    assert not found[5:].any()
+    expected = reference(experts, x[:5], weights[:5], ids[:5])
+    one_slot = reference(experts, x[5:6], weights[5:6, :1], ids[5:6, :1])
+    ids[5, 1:], weights[5, 1:] = number, torch.nan
+    ids[6:], weights[6:] = number, torch.nan
+    storage, layer = experts.loaded()
+    options = storage.parameters(layer), storage.local, ACTIVATIONS["silu"], False, routing_known
+    found = routed_experts(x, weights, ids, *options)
+    torch.testing.assert_close(found[:6], torch.cat([expected, one_slot]), rtol=1e-5, atol=1e-5)
+    assert not found[6:].any()
 
 
 def test_weight_on_input() -> None:

@@ -19,6 +19,7 @@ Constants that several kernels have:
 - ``BLOCK_M``, ``BLOCK_N``, ``BLOCK_K``: tile sizes of a matrix product along ``M``, ``O`` and ``A``, as in Triton's
   tutorials; ``GROUP_M``: see ``tile_of_program``;
 - ``BITS``, ``GROUP_SIZE``, ``UNIT``: see ``KernelWeights``; ``HAS_ZERO_POINT``, ``HAS_BIAS``: which tensors exist;
+- ``NUM_EXPERTS``: rows of the table of experts, see ``known_expert``;
 - ``TOP_K``: slots per token; ``WEIGHT_ON_INPUT``: multiply the routing weight into ``x`` instead of ``z``;
 - ``EVEN_K``: whether ``BLOCK_K`` divides the input features of all experts, so that loads need no mask along them;
 - ``SWAP_AB``: see ``mma``; ``INLINE_PTX``: see ``int4``.

@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import expand_m, expand_o, round_to
-from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, FIRST_GROUP, FIRST_UNIT, WIDTH, load_column
+from moe_coverage_plugin.serving.kernels.expert_table import (
+    COLUMNS,
+    FIRST_GROUP,
+    FIRST_UNIT,
+    WIDTH,
+    known_expert,
+    load_column,
+)
 from moe_coverage_plugin.serving.kernels.gemv import gemv_slots
 from moe_coverage_plugin.serving.kernels.matmul import matmul_tile, tile_of_program
 
@@ -83,8 +90,9 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(
-    z_ptr, table_ptr, ids_ptr, y_ptr, hidden, TOP_K: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr
-):
+    z_ptr, table_ptr, ids_ptr, y_ptr, hidden,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """``y[t] = sum over k of z[t * TOP_K + k]``; a pair without a tile counts as zero.
 
     Grid: ``(tokens, ceil(hidden / BLOCK_H))`` programs. Each sums ``BLOCK_H`` channels of one token in float32, slots
@@ -95,8 +103,8 @@ def sum_kernel(
     Pointers:
         z_ptr: floating ``[tokens * TOP_K, hidden]``; not read for pairs that count as zero.
         table_ptr: int64 ``[experts, 4]``, see ``TableRow``.
-        ids_ptr: integer ``[tokens * TOP_K]``, experts of pairs; negative ones and those narrower than ``MIN_WIDTH``
-            have no tile, see ``route``.
+        ids_ptr: integer ``[tokens * TOP_K]``, experts of pairs; numbers that no expert has, and experts narrower than
+            ``MIN_WIDTH``, have no tile, see ``route``.
         y_ptr: ``[tokens, hidden]``, written in its own dtype.
     """
     token = tl.program_id(0)
@@ -104,7 +112,7 @@ def sum_kernel(
     total_H = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = (token * TOP_K + slot).to(tl.int64)
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        expert = known_expert(tl.load(ids_ptr + pair), NUM_EXPERTS)
         width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=-1)
         stop = tl.where(width >= MIN_WIDTH, hidden, 0)
         total_H += tl.load(z_ptr + pair * hidden + channel_H, mask=channel_H < stop, other=0.0).to(tl.float32)
@@ -118,7 +126,7 @@ def down_decode_kernel(
     hidden, num_tiles_n, h_stride,
     TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INLINE_PTX: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """``y[t] = sum over k of routing_weight[t, k] * down_proj(h[t, k])``: ``down_kernel`` and ``sum_kernel`` in one.
@@ -127,7 +135,7 @@ def down_decode_kernel(
     slots at once.
 
     Numerics: all in float32 without tensor cores, see ``gemv_slots``; then scales of 8-bit floats, the bias, the
-    routing weight and the sum over slots. ``y`` is rounded once. Slots with a negative expert count as zero.
+    routing weight and the sum over slots. ``y`` is rounded once. Slots whose number no expert has count as zero.
 
     Tested against ``core.ragged.reference_moe`` together with the gate and up projection.
 
@@ -152,7 +160,7 @@ def down_decode_kernel(
     row_H = tl.minimum(channel_H, hidden - 1)
     slot_K = tl.arange(0, SLOTS)
     pair_K = token * TOP_K + slot_K
-    id_K = tl.load(ids_ptr + pair_K, mask=slot_K < TOP_K, other=-1).to(tl.int64)
+    id_K = known_expert(tl.load(ids_ptr + pair_K, mask=slot_K < TOP_K, other=-1), NUM_EXPERTS)
     expert_K = tl.maximum(id_K, 0)
     # a slot without an expert has width 0, so nothing of expert 0 is read for it
     width_K = tl.load(table_ptr + expert_K * COLUMNS + WIDTH, mask=id_K >= 0, other=0).to(tl.int32)

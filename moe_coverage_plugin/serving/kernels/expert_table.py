@@ -48,6 +48,13 @@ def make_table(widths_E: Sequence[int], units_E: Sequence[int], groups_E: Sequen
 
 
 @triton.jit
+def known_expert(expert, NUM_EXPERTS: tl.constexpr):
+    """Numbers of experts as int64, -1 for each number from ``NUM_EXPERTS`` on: the table has no row for it."""
+    expert = expert.to(tl.int64)
+    return tl.where(expert < NUM_EXPERTS, expert, -1)
+
+
+@triton.jit
 def load_column(table_ptr, expert, COLUMN: tl.constexpr):
     """One column of the rows of ``expert``, a scalar or a tensor, which must exist."""
     return tl.load(table_ptr + expert * COLUMNS + COLUMN)

@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import apply_activation, expand_m, expand_o, round_to
-from moe_coverage_plugin.serving.kernels.expert_table import FIRST_CHANNEL, FIRST_UNIT, WIDTH, load_column
+from moe_coverage_plugin.serving.kernels.expert_table import (
+    FIRST_CHANNEL,
+    FIRST_UNIT,
+    WIDTH,
+    known_expert,
+    load_column,
+)
 from moe_coverage_plugin.serving.kernels.matmul import matmul_tile, tile_of_program
 
 
@@ -15,7 +21,7 @@ def gate_up_kernel(
     num_pairs, num_tiles_m, hidden, num_tiles_n, h_stride,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
-    ONE_PAIR_PER_TILE: tl.constexpr,
+    ONE_PAIR_PER_TILE: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +56,8 @@ def gate_up_kernel(
     """
     tile_m, tile_n = tile_of_program(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
     expert = tl.load(expert_of_tile_ptr + tile_m).to(tl.int64)
+    if ONE_PAIR_PER_TILE:
+        expert = known_expert(expert, NUM_EXPERTS)
     if expert < 0:
         return
     width = load_column(table_ptr, expert, WIDTH).to(tl.int32)

@@ -11,12 +11,23 @@ from torch import Tensor
 from moe_coverage_plugin.serving.kernels.down import down_decode_kernel, down_kernel, sum_kernel
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
 from moe_coverage_plugin.serving.kernels.quantization import quantize, quantize_channels
-from moe_coverage_plugin.serving.kernels.routing import Routing, route
+from moe_coverage_plugin.serving.kernels.routing import Routing, route, routing_bytes
 from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, Tiles, choose_plan
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 
 SUM_BLOCK = 1024
 """Channels that one program of ``sum_kernel`` sums."""
+
+WORKSPACE_BYTES = 2**31
+"""Most bytes of intermediate results; more tokens than fit are computed in equal parts, one after another.
+
+The largest published layer, DeepSeek-V3's (8 experts per token, hidden size 7168, 2048 channels), takes 147 KB a token
+in 16 bits: 14,500 tokens fit, more than vLLM schedules at once by default (8192), and 65,536 tokens need five parts
+instead of 9.7 GB. Parts of this size have hundreds of tokens per expert, so reading the weights again costs little.
+"""
+
+PART_ALIGNMENT = 16
+"""Tokens of whose multiples parts consist: Triton compiles kernels for tensors that begin at multiples of 16 bytes."""
 
 
 def ragged_experts(
@@ -36,7 +47,8 @@ def ragged_experts(
     Args:
         x_TH: hidden states, bfloat16, float16 or float32, in ``weights.hidden_dtype``.
         topk_weights_TK: routing weights, floating.
-        topk_ids_TK: integer experts. Those of width 0 add nothing except for their bias; negative ones add nothing.
+        topk_ids_TK: integer experts. Those of width 0 add nothing except for their bias; numbers that no expert has,
+            such as -1 for padding, add nothing, and nothing is read for them.
         weights: from ``prepare``.
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
         weight_on_input: multiply the routing weight into the expert's input instead of its output.
@@ -55,20 +67,79 @@ def ragged_experts(
     if plan is None:
         numbers = weights.experts, weights.hidden, weights.w2_numel, weights.bits
         plan = choose_plan(num_pairs, *numbers, x_TH.itemsize, shared_memory(x_TH.device))
-    # a row stride of a multiple of 16 channels lets Triton load rows as vectors
-    h_MN = x_TH.new_empty(num_pairs, -(-weights.max_padded_width // 16) * 16)
     y_TH = torch.empty_like(x_TH)
+    options = weights, activation, weight_on_input, plan
+    tokens = tokens_per_part(len(x_TH), topk_ids_TK.shape[1], weights, x_TH.itemsize, plan)
+    if tokens >= len(x_TH):
+        _compute(x_TH, topk_weights_TK, topk_ids_TK, y_TH, *options)
+        return y_TH
+    for first in range(0, len(x_TH), tokens):
+        part = slice(first, first + tokens)
+        _compute(x_TH[part], topk_weights_TK[part], topk_ids_TK[part], y_TH[part], *options)
+    return y_TH
+
+
+def tokens_per_part(tokens: int, top_k: int, weights: KernelWeights, itemsize: int, plan: LaunchPlan) -> int:
+    """Tokens that are computed at once, so that intermediate results take at most ``WORKSPACE_BYTES``.
+
+    Parts are equal except for the last, and follow from shapes, so a CUDA graph has the same parts whenever it is
+    replayed. A token's output does not depend on the part that it is in.
+
+    Args:
+        tokens: number of tokens.
+        top_k: experts per token.
+        weights: of the layer.
+        itemsize: bytes of an element of the hidden states.
+        plan: kernels and tile sizes.
+    """
+    # a rank without channels may need none
+    fitting = WORKSPACE_BYTES // max(1, workspace_bytes(top_k, weights, itemsize, plan))
+    if tokens <= fitting:
+        return tokens
+    parts = triton.cdiv(tokens, max(1, fitting // PART_ALIGNMENT) * PART_ALIGNMENT)
+    return triton.cdiv(triton.cdiv(tokens, parts), PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+def workspace_bytes(top_k: int, weights: KernelWeights, itemsize: int, plan: LaunchPlan) -> int:
+    """Bytes of intermediate results for each token, except for padding of the last tile of each expert."""
+    channels, hidden = h_stride(weights), weights.hidden
+    per_pair = channels * itemsize
+    if plan.path == "tiled":
+        per_pair += hidden * (4 if plan.float32_z else itemsize) + routing_bytes(weights.experts)
+    if weights.bits == 8:
+        # values and a scale
+        per_pair += channels + 4
+    return top_k * per_pair + (hidden + 4 if weights.bits == 8 else 0)
+
+
+def h_stride(weights: KernelWeights) -> int:
+    """Row stride of ``h_MN``: a multiple of 16 channels lets Triton load rows as vectors."""
+    return -(-weights.max_padded_width // 16) * 16
+
+
+def _compute(
+    x_TH: Tensor,
+    topk_weights_TK: Tensor,
+    topk_ids_TK: Tensor,
+    y_TH: Tensor,
+    weights: KernelWeights,
+    activation: str,
+    weight_on_input: bool,
+    plan: LaunchPlan,
+) -> None:
+    """Write ``y_TH`` for some tokens; other arguments as for ``ragged_experts``, contiguous."""
+    num_pairs = topk_ids_TK.numel()
+    h_MN = x_TH.new_empty(num_pairs, h_stride(weights))
     call = _LayerCall(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input)
     if plan.path == "decode":
         call.gate_up(x_TH, h_MN, topk_ids_TK, None, plan.block_m, plan.gate_up)
         call.down_decode(h_MN, y_TH, plan.down)
-        return y_TH
+        return
     routing = route(topk_ids_TK, weights.table_E4, plan.block_m, weights.min_width)
     z_MH = x_TH.new_empty(num_pairs, weights.hidden, dtype=torch.float32 if plan.float32_z else x_TH.dtype)
     call.gate_up(x_TH, h_MN, routing.expert_of_tile, routing.sorted_pairs, plan.block_m, plan.gate_up)
     call.down(h_MN, z_MH, routing, plan.block_m, plan.down)
     call.sum(z_MH, y_TH)
-    return y_TH
 
 
 @cache
@@ -111,6 +182,7 @@ class _LayerCall:
             ACTIVATION=self.activation,
             HAS_BIAS=tensors.w13_bias is not None,
             ONE_PAIR_PER_TILE=sorted_pairs is None,
+            NUM_EXPERTS=weights.experts,
             EVEN_K=weights.hidden % tiles.block_k == 0,
             **self._constants_of_tiles(block_m, tiles),
             **self._constants(x_TH, tiles),
@@ -139,6 +211,7 @@ class _LayerCall:
         sum_kernel[(len(y_TH), triton.cdiv(weights.hidden, block_h))](
             *(z_MH, weights.table_E4, self.topk_ids_TK, y_TH, weights.hidden),
             TOP_K=self.top_k,
+            NUM_EXPERTS=weights.experts,
             MIN_WIDTH=weights.min_width,
             BLOCK_H=block_h,
         )
@@ -155,6 +228,7 @@ class _LayerCall:
             TOP_K=self.top_k,
             HAS_BIAS=tensors.w2_bias is not None,
             SLOTS=triton.next_power_of_2(self.top_k),
+            NUM_EXPERTS=weights.experts,
             NUM_STAGES=tiles.num_stages,
             **self._constants(h_MN, tiles),
         )

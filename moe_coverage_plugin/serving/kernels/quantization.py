@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.serving.float8 import LARGEST, SMALLEST
 from moe_coverage_plugin.serving.kernels.arithmetic import round_to
-from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH
+from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
 
 MAX_BLOCK = 2048
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
@@ -18,7 +18,7 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 @triton.jit
 def quantize_kernel(
     x_ptr, expert_ptr, table_ptr, q_ptr, scale_ptr, columns, x_stride,
-    OF_EXPERTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_A: tl.constexpr,
+    OF_EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     """``scale[m] = max over a of |x[m, a]| / 448`` and ``q[m, a] = x[m, a] / scale[m]``.
 
@@ -32,7 +32,7 @@ def quantize_kernel(
 
     Pointers:
         x_ptr: floating ``[rows, x_stride]``.
-        expert_ptr: integer ``[rows]``, experts of rows if ``OF_EXPERTS``; a negative one has no columns.
+        expert_ptr: integer ``[rows]``, experts of rows if ``OF_EXPERTS``; a number that no expert has has no columns.
         table_ptr: int64 ``[experts, 4]`` if ``OF_EXPERTS``, see ``TableRow``.
         q_ptr: float8_e4m3fn ``[rows, x_stride]``; columns that are not read are not written.
         scale_ptr: float32 ``[rows]``, written for every row.
@@ -43,7 +43,7 @@ def quantize_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     if OF_EXPERTS:
-        expert = tl.load(expert_ptr + row).to(tl.int64)
+        expert = known_expert(tl.load(expert_ptr + row), NUM_EXPERTS)
         width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=0).to(tl.int32)
         columns = (width + UNIT - 1) // UNIT * UNIT
     column_A = tl.arange(0, BLOCK_A)
@@ -93,6 +93,7 @@ def _launch(
     quantize_kernel[(len(x),)](
         *(x, ids_M, table_E4, quantized, scale, columns, x.stride(0)),
         OF_EXPERTS=ids_M is not None,
+        NUM_EXPERTS=0 if table_E4 is None else len(table_E4),
         UNIT=unit,
         BLOCK_A=min(MAX_BLOCK, triton.next_power_of_2(x.shape[1])),
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH
+from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
 
 ONE_KERNEL_LIMITS = ((64, 64), (1024, 1024))
 """Numbers of pairs up to which one kernel sorts, and the number that it counts per step.
@@ -49,6 +49,12 @@ def max_tiles(num_pairs: int, experts: int, block_m: int) -> int:
     return first_tiles + (num_pairs - first_tiles) // block_m
 
 
+def routing_bytes(experts: int) -> int:
+    """Bytes that ``route`` allocates for each pair, except for the padding of tiles."""
+    # a sorted pair, its share of the counts of three kernels, and at most its share of a tile of 16 pairs
+    return 4 + triton.cdiv(4 * triton.next_power_of_2(experts), MANY_PAIRS_PER_PROGRAM) + 1
+
+
 def one_kernel_step(num_pairs: int) -> int | None:
     """Pairs that the only kernel counts per step, ``None`` if three kernels sort them."""
     return next((step for limit, step in ONE_KERNEL_LIMITS if num_pairs <= limit), None)
@@ -60,7 +66,8 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
     Tested against a loop over experts in ``tests/serving/kernels/test_routing.py``.
 
     Args:
-        topk_ids_TK: integer experts, contiguous. Negative ones and experts narrower than ``min_width`` get no tile.
+        topk_ids_TK: integer experts, contiguous. Numbers that no expert has, and experts narrower than ``min_width``,
+            get no tile.
         table_E4: see ``TableRow``.
         block_m: pairs per tile, a power of two.
         min_width: 1, or 0 if experts of width 0 have a bias to add.
@@ -81,6 +88,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         totals_E = torch.empty(bins, dtype=torch.int32, device=device)
         _histogram_kernel[(programs,)](
             *(topk_ids_TK, table_E4, earlier_ME, num_pairs),
+            NUM_EXPERTS=experts,
             MIN_WIDTH=min_width,
             PAIRS_PER_PROGRAM=pairs_per_program,
             BINS=bins,
@@ -94,6 +102,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
     _scatter_kernel[(programs,)](
         *(topk_ids_TK, table_E4, earlier_ME, totals_E, *routing, num_pairs, tiles),
         ONE_KERNEL=one_kernel,
+        NUM_EXPERTS=experts,
         MIN_WIDTH=min_width,
         BLOCK_M=block_m,
         PAIRS_PER_PROGRAM=pairs_per_program,
@@ -106,9 +115,10 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
 
 
 @triton.jit
-def _load_experts(ids_ptr, table_ptr, pair, num_pairs, MIN_WIDTH: tl.constexpr):
+def _load_experts(ids_ptr, table_ptr, pair, num_pairs, NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr):
     """Load the experts of pairs, -1 for pairs that get no tile."""
-    expert = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    expert = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
+    expert = known_expert(expert, NUM_EXPERTS).to(tl.int32)
     width = tl.load(table_ptr + expert * COLUMNS + WIDTH, mask=expert >= 0, other=-1)
     return tl.where(width >= MIN_WIDTH, expert, -1)
 
@@ -116,7 +126,7 @@ def _load_experts(ids_ptr, table_ptr, pair, num_pairs, MIN_WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs"])
 def _histogram_kernel(
     ids_ptr, table_ptr, counts_ptr, num_pairs,
-    MIN_WIDTH: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """``counts[program, expert]``: the number of pairs of each expert among the pairs of each program.
 
@@ -129,7 +139,7 @@ def _histogram_kernel(
     """
     program = tl.program_id(0)
     pair_M = program * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
-    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, MIN_WIDTH)
+    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, NUM_EXPERTS, MIN_WIDTH)
     tl.store(counts_ptr + program * BINS + tl.arange(0, BINS), tl.histogram(expert_M, BINS, mask=expert_M >= 0))
 
 
@@ -162,9 +172,9 @@ def _prefix_sum_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _scatter_kernel(
     ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_pairs_ptr, expert_of_tile_ptr, num_pairs, num_tiles,
-    ONE_KERNEL: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr,
-    COUNTED_PER_STEP: tl.constexpr, COMPARED_PER_STEP: tl.constexpr, TILES_PER_STEP: tl.constexpr,
-    BINS: tl.constexpr,
+    ONE_KERNEL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAIRS_PER_PROGRAM: tl.constexpr, COUNTED_PER_STEP: tl.constexpr, COMPARED_PER_STEP: tl.constexpr,
+    TILES_PER_STEP: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """``sorted_pairs[first_position[expert(m)] + rank[m]] = m``, padding, and ``expert_of_tile``.
 
@@ -189,14 +199,14 @@ def _scatter_kernel(
     program = tl.program_id(0)
     first = program * PAIRS_PER_PROGRAM
     pair_M = first + tl.arange(0, PAIRS_PER_PROGRAM)
-    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, MIN_WIDTH)
+    expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, NUM_EXPERTS, MIN_WIDTH)
 
     earlier_E = tl.zeros((BINS,), dtype=tl.int32)
     if ONE_KERNEL:
         total_E = tl.zeros((BINS,), dtype=tl.int32)
         for start in range(0, num_pairs, COUNTED_PER_STEP):
             counted_M = start + tl.arange(0, COUNTED_PER_STEP)
-            counted_expert_M = _load_experts(ids_ptr, table_ptr, counted_M, num_pairs, MIN_WIDTH)
+            counted_expert_M = _load_experts(ids_ptr, table_ptr, counted_M, num_pairs, NUM_EXPERTS, MIN_WIDTH)
             total_E += tl.histogram(counted_expert_M, BINS, mask=counted_expert_M >= 0)
     else:
         total_E = tl.load(totals_ptr + tl.arange(0, BINS))
@@ -208,7 +218,11 @@ def _scatter_kernel(
     rank_M = tl.gather(earlier_E, tl.maximum(expert_M, 0), axis=0)
     for start in range(0 if ONE_KERNEL else first, first + PAIRS_PER_PROGRAM, COMPARED_PER_STEP):
         other_M = start + tl.arange(0, COMPARED_PER_STEP)
-        other_expert_M = tl.load(ids_ptr + other_M, mask=other_M < num_pairs, other=-1).to(tl.int32)
+        other_expert_M = tl.load(ids_ptr + other_M, mask=other_M < num_pairs, other=-1)
+        if ids_ptr.dtype.element_ty.primitive_bitwidth > 32:
+            # otherwise a number that no expert has might become an expert's in 32 bits
+            other_expert_M = known_expert(other_expert_M, NUM_EXPERTS)
+        other_expert_M = other_expert_M.to(tl.int32)
         is_earlier = (expert_M[:, None] == other_expert_M[None, :]) & (other_M[None, :] < pair_M[:, None])
         rank_M += tl.sum(is_earlier.to(tl.int32), axis=1)
     position_M = tl.gather(first_position_E, tl.maximum(expert_M, 0), axis=0) + rank_M

@@ -67,7 +67,7 @@ def compiled(
     if bits != 8:
         constants["x_scale_ptr" if kernel is gate_up_kernel else "h_scale_ptr"] = None
     if kernel is gate_up_kernel:
-        constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "ONE_PAIR_PER_TILE": False}
+        constants |= {"TOP_K": TOP_K, "ACTIVATION": "silu", "ONE_PAIR_PER_TILE": False, "NUM_EXPERTS": 8}
     names = kernel.arg_names
     factors = {4: {"w_ptr": "*u8"}, 8: dict.fromkeys(("w_ptr", "x_ptr", "h_ptr"), "*fp8e4nv"), 16: {}}[bits]
     if kernel is gate_up_kernel:

@@ -89,7 +89,7 @@ class RandomLayer:
             group_size=self.experts.scheme.group_size,
         )
         tensors = (None if tensor is None else guarded(tensor) for tensor in weights.tensors)
-        return replace(weights, tensors=RaggedWeights(*tensors))
+        return replace(weights, tensors=RaggedWeights(*tensors), table_E4=guarded(weights.table_E4))
 
     def inputs(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, routing weights, and a different kept expert for each slot of a token."""
@@ -109,10 +109,10 @@ class RandomLayer:
         activation: str = "silu",
         weight_on_input: bool = False,
     ) -> torch.Tensor:
-        """Return the output in float64; negative and removed experts add nothing."""
+        """Return the output in float64; removed experts add nothing, nor do numbers that no expert has."""
         x_TH, weights_TK, ids_TK = x_TH.cpu(), weights_TK.cpu(), ids_TK.cpu().long()
         widths_E = torch.tensor(self.experts.widths)
-        kept_TK = (ids_TK >= 0) & (widths_E[ids_TK.clamp(min=0)] > 0)
+        kept_TK = (ids_TK >= 0) & (ids_TK < len(widths_E)) & (widths_E[ids_TK.clamp(0, len(widths_E) - 1)] > 0)
         ids_TK = ids_TK.where(kept_TK, widths_E.argmax())
         if not weight_on_input:
             return self._reference(x_TH, ids_TK, weights_TK.where(kept_TK, 0.0), activation)

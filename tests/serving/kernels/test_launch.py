@@ -5,6 +5,7 @@ import torch
 
 from moe_coverage_plugin.core.ragged import reference_moe
 from moe_coverage_plugin.expert_scheme import ExpertScheme
+from moe_coverage_plugin.serving.kernels import routing
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
@@ -106,6 +107,32 @@ def test_negative_and_removed_experts(device: torch.device, dtype: torch.dtype, 
     assert error(found, layer.reference(x_TH, weights_TK, ids_TK)) < layer.bound
     assert not found[1].any()
     assert not found[3].any()
+
+
+@pytest.mark.parametrize("scheme", ["plain", "group-32", "float8"])
+@pytest.mark.parametrize("plan", ["decode", "tiled-swap", "tiled-three-kernels"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+def test_numbers_that_no_expert_has(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, scheme: str, plan: str, dtype: torch.dtype
+) -> None:
+    """They add nothing, and nothing beyond the table is read for them: it holds numbers that lead to NaN or far away.
+
+    In 64 bits, the lower half of a number may be an expert's.
+    """
+    if plan == "tiled-three-kernels":
+        monkeypatch.setattr(routing, "ONE_KERNEL_LIMITS", ())
+    layer = RandomLayer(device, scheme, bias=scheme == "plain")
+    experts = len(layer.experts.widths)
+    x_TH, weights_TK, _ = layer.inputs(5)
+    largest = torch.iinfo(dtype).max
+    unknown = [experts, experts + 1, largest, 2**32 + 2 if dtype == torch.int64 else largest - 1]
+    ids_TK = torch.tensor([[unknown[0], 2], *([2, each] for each in unknown[1:]), [experts, largest]], device=device)
+    weights_TK[ids_TK >= experts] = torch.nan
+    found = ragged_experts(
+        x_TH, weights_TK, ids_TK.to(dtype), layer.weights, plan=PLANS[plan.removesuffix("-three-kernels")]
+    )
+    layer.assert_close(found, layer.reference(x_TH, weights_TK, ids_TK))
+    assert not found[4].any()
 
 
 @both_paths

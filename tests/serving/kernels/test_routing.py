@@ -37,14 +37,16 @@ def used_tiles(found: Routing) -> int:
 
 @st.composite
 def routings(draw) -> tuple[torch.Tensor, list[int]]:
-    """Experts of tokens, including -1 and removed experts, and widths."""
+    """Experts of tokens, including -1, removed experts and numbers that no expert has, and widths."""
     experts = draw(st.integers(1, 40))
     widths = draw(st.lists(st.sampled_from([0, 8, 640]), min_size=experts, max_size=experts))
     tokens, top_k = draw(st.integers(1, 70)), draw(st.integers(1, 8))
     seed, dtype = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([torch.int32, torch.int64]))
     low = draw(st.sampled_from([-1, 0, experts - 1]))  # with the last value, all pairs have one expert
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, experts, (tokens, top_k), generator=generator).to(dtype), widths
+    # numbers that no expert has are left out, like -1
+    high = draw(st.sampled_from([experts, experts + 40]))
+    return torch.randint(low, high, (tokens, top_k), generator=generator).to(dtype), widths
 
 
 @pytest.mark.parametrize("limits", [routing.ONE_KERNEL_LIMITS, ()], ids=["one-kernel", "three-kernels"])
