@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AttributionModifier,
         ChannelPruningModifier,
         CoverageModifier,
+        LayerwiseGPTQModifier,
         recommended_recipe,
     )
     from moe_coverage_plugin.recovery import RecoveryOptions, finetune
@@ -31,6 +32,7 @@ __all__ = [
     "ChannelPruningModifier",
     "CoverageError",
     "CoverageModifier",
+    "LayerwiseGPTQModifier",
     "Manifest",
     "RecoveryOptions",
     "finetune",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from compressed_tensors.distributed import get_source_rank, is_distributed
@@ -10,18 +11,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 T = TypeVar("T")
+# by the default group, with which they are destroyed
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def gather_over_ranks(value: T) -> list[T]:
     """The values of all ranks in rank order, on every rank; without a process group only the given value."""
     if not is_distributed():
         return [value]
-    group = _cpu_group()
     values: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(values, value, group=group)
-    finally:
-        dist.destroy_process_group(group)
+    dist.all_gather_object(values, value, group=_cpu_group())
     return values
 
 
@@ -34,17 +33,19 @@ def sum_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not is_distributed():
         return tensors
     group = _cpu_group()
-    try:
-        for tensor in tensors.values():
-            assert tensor.device == torch.device("cpu"), "ranks exchange statistics over gloo"
-            dist.reduce(tensor, dst=get_source_rank(), group=group)
-            dist.broadcast(tensor, src=get_source_rank(), group=group)
-    finally:
-        dist.destroy_process_group(group)
+    for tensor in tensors.values():
+        assert tensor.device == torch.device("cpu"), "ranks exchange statistics over gloo"
+        dist.reduce(tensor, dst=get_source_rank(), group=group)
+        dist.broadcast(tensor, src=get_source_rank(), group=group)
     return tensors
 
 
 def _cpu_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup), "every rank takes part in the default group"
-    return group
+    """A gloo group of all ranks: made once, because that takes longer than an exchange."""
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _groups:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank takes part in the default group"
+        _groups[default] = group
+    return _groups[default]

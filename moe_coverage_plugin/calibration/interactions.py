@@ -10,12 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.gathering import LayerSums
-from moe_coverage_plugin.calibration.gram import GramObserver
-from moe_coverage_plugin.calibration.layerwise import CurrentBatch, visit_layers
+from moe_coverage_plugin.calibration.gram import channel_grams
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
-from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
+
+# experts of a layer whose matrices exist at the same time
+EXPERTS = 32
 
 
 def interaction_scores(
@@ -32,36 +35,28 @@ def interaction_scores(
     Raises:
         CoverageError: see :func:`~moe_coverage_plugin.calibration.layerwise.visit_layers`.
     """
-    scorer = _Scorer({layer.name: sums.gradients for layer, sums in zip(layers, sums_L, strict=True)})
-    visit_layers(model, layers, batches, scorer, "Channel interactions")
-    return torch.stack([scorer.scores[layer.name] for layer in layers])
+    scores: dict[str, Tensor] = {}
+    gradients = {layer.name: sums.gradients for layer, sums in zip(layers, sums_L, strict=True)}
+
+    def score(step: DecoderStep) -> None:
+        for layer, inputs in step.observe():
+            tokens_E = inputs.count_tokens()
+            chunks = torch.arange(layer.num_experts).split(EXPERTS)
+            parts = [_scores_of(layer, each.tolist(), inputs, tokens_E, gradients[layer.name]) for each in chunks]
+            scores[layer.name] = torch.cat(parts)
+
+    visit_layers(model, layers, batches, score, "Channel interactions")
+    return torch.stack([scores[layer.name] for layer in layers])
 
 
-class _Scorer:
-    """Collects the Gram matrices of one layer at a time and turns them into scores."""
-
-    def __init__(self, gradients: Mapping[str, Mapping[str, Tensor]]):
-        self.scores: dict[str, Tensor] = {}
-        self._gradients = gradients
-        self._observer: GramObserver | None = None
-
-    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
-        if self._observer is None:
-            self._observer = GramObserver(layer)
-        self._observer.observe(trace, torch.zeros_like(batch.held_T))
-
-    def end_layer(self, layer: MoELayer) -> bool:
-        observer, self._observer = self._observer, None
-        assert observer is not None
-        assert observer.layer is layer
-        gram_EII = observer.grams().sum(0)
-        tokens_E = observer.tokens_2E.sum(0).clamp(min=1)
-        sums = self._gradients[layer.name]
-        output_HH = sums["output_HH"].to(gram_EII.device)
-        curvature_EII = []
-        for mlp, diagonal_I in zip(layer.mlps, sums["gradient_UEI"][0], strict=True):
-            with align_module_device(down := projections(mlp)["down_proj"]):
-                curvature_EII.append(pooled_curvature(down.weight, output_HH, diagonal_I))
-        gram_EII /= tokens_E.to(gram_EII)[:, None, None]
-        self.scores[layer.name] = obs_scores(gram_EII, torch.stack(curvature_EII).to(gram_EII.device)).cpu()
-        return False
+def _scores_of(
+    layer: MoELayer, experts: list[int], inputs: LayerInputs, tokens_E: Tensor, sums: Mapping[str, Tensor]
+) -> Tensor:
+    gram_DII = channel_grams(layer, experts, inputs).sum(0)
+    gram_DII /= tokens_E[experts].clamp(min=1).to(gram_DII)[:, None, None]
+    output_HH = sums["output_HH"].to(gram_DII.device)
+    curvature_DII = []
+    for expert in experts:
+        with align_module_device(down := projections(layer.mlps[expert])["down_proj"]):
+            curvature_DII.append(pooled_curvature(down.weight, output_HH, sums["gradient_UEI"][0][expert]))
+    return obs_scores(gram_DII, torch.stack(curvature_DII).to(gram_DII.device)).cpu()

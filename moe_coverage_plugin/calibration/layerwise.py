@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import get_execution_device
@@ -19,12 +19,18 @@ from torch.nn import Module
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.next_token import model_inputs
 from moe_coverage_plugin.calibration.observation import Batch, decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
-from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
-from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.modeling.grouped_experts import (
+    GroupedExperts,
+    LinearProjection,
+    RaggedExperts,
+    replaced_forward,
+)
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width
 
 # of the free memory of a device, the part that hidden states may take; layers need the rest
 SHARE_OF_STATES = 0.5
@@ -37,7 +43,7 @@ TOLERANCE = 0.05
 
 
 class CurrentBatch(NamedTuple):
-    """The batch that a layer computes.
+    """The batch that a decoder layer computes.
 
     Attributes:
         real_T: bool, tokens that are not padding; ``None``: all.
@@ -48,22 +54,6 @@ class CurrentBatch(NamedTuple):
     held_T: Tensor
 
 
-class Visitor(Protocol):
-    """What is done with each MoE layer."""
-
-    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
-        """See the values inside the experts of a layer for one batch."""
-        ...
-
-    def end_layer(self, layer: MoELayer) -> bool:
-        """Act after all batches have passed a layer.
-
-        Returns:
-            Whether the layer has changed, so that its outputs must be computed again.
-        """
-        ...
-
-
 class _Call(NamedTuple):
     """Arguments of a decoder layer besides the hidden states."""
 
@@ -71,44 +61,86 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class DecoderStep:
+    """One decoder layer of the pass, and all batches before it.
+
+    Attributes:
+        decoder_layer: the layer.
+        layers: the MoE layers to visit that are in it, in the order of the model.
+    """
+
+    def __init__(self, decoder_layer: Module, layers: list[MoELayer], states: _States):
+        self.decoder_layer, self.layers = decoder_layer, layers
+        self._states = states
+        self._outputs: list[Tensor] | None = None
+
+    @property
+    def current(self) -> CurrentBatch:
+        """The batch that the layer computes now, for hooks inside it."""
+        return self._states.current
+
+    def observe(self, changes: bool = False) -> list[tuple[MoELayer, LayerInputs]]:
+        """Take all batches through the decoder layer and keep what its experts get.
+
+        Args:
+            changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept, and the
+                experts of a layer that is alone in it need not compute.
+        """
+        states = self._states
+        with ExitStack() as stack:
+            inputs = [LayerInputs(layer.num_experts, states.tokens, states.store) for layer in self.layers]
+            for layer, each in zip(self.layers, inputs, strict=True):
+                alone = changes and len(self.layers) == 1
+                forward = _zeros if alone else _experts(layer).forward
+                stack.enter_context(replaced_forward(layer.experts, self._keeping(each, forward)))
+            outputs = states.through(self.decoder_layer, keep=not changes)
+        self._outputs = None if changes else outputs
+        return list(zip(self.layers, inputs, strict=True))
+
+    def finish(self) -> None:
+        """Let the pass go on behind the layer, with what it outputs now."""
+        if self._outputs is None:
+            with _grouped(self.layers):
+                self._outputs = self._states.through(self.decoder_layer)
+        self._states.advance(self._outputs)
+
+    def _keeping(self, inputs: LayerInputs, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keep(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            batch = self.current
+            inputs.add(hidden_states, top_k_index, top_k_weights, batch.held_T, batch.real_T)
+            return forward(hidden_states, top_k_index, top_k_weights)
+
+        return keep
+
+
 @torch.no_grad()
 def visit_layers(
-    model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch], visitor: Visitor, title: str
+    model: PreTrainedModel,
+    layers: Sequence[MoELayer],
+    batches: Sequence[Batch],
+    visit: Callable[[DecoderStep], None],
+    title: str,
 ) -> None:
     """Take all batches through the decoder layers, one layer after the other.
 
     Args:
-        model: its weights are unchanged, unless the visitor changes them.
+        model: its weights are unchanged, unless ``visit`` changes them.
         layers: the MoE layers to visit.
         batches: the calibration set.
-        visitor: sees the values inside the experts of each layer, and may change the layer.
+        visit: called for each decoder layer, dense ones included, in the order of the model. It may observe the layer
+            and change it; the next layer gets the outputs of the changed one.
         title: of the progress bar.
 
     Raises:
         CoverageError: the model's decoder layers cannot be called one by one.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_without_head(model))
+    with _without_head(model):
         states = _first_states(model, layers, batches)
-        bar = stack.enter_context(tqdm(total=len(states.decoder_layers), desc=title, unit="layer"))
-        for decoder_layer in states.decoder_layers:
-            changed = False
+        for decoder_layer in tqdm(states.decoder_layers, desc=title, unit="layer"):
             inside = {id(module) for module in decoder_layer.modules()}
-            with ExitStack() as observed:
-                here = [layer for layer in layers if id(layer.moe) in inside]
-                for layer in here:
-                    observed.enter_context(
-                        grouped_experts(layer, _observer(visitor, layer, states), states.real_tokens)
-                    )
-                # of a layer that changes, these outputs are not needed
-                outputs = states.through(decoder_layer)
-            for layer in here:
-                changed |= visitor.end_layer(layer)
-            if changed:
-                del outputs
-                outputs = states.through(decoder_layer)
-            states.advance(outputs)
-            bar.update()
+            step = DecoderStep(decoder_layer, [layer for layer in layers if id(layer.moe) in inside], states)
+            visit(step)
+            step.finish()
 
 
 @torch.no_grad()
@@ -136,14 +168,27 @@ def _without_head(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _first_states(model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch]) -> _States:
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(grouped_experts(layer, None, lambda _: None))
+    with _grouped(layers):
         return _States(model, layers, batches)
 
 
-def _observer(visitor: Visitor, layer: MoELayer, states: _States) -> Callable[[ExpertTrace], None]:
-    return lambda trace: visitor.observe(layer, trace, states.current)
+@contextmanager
+def _grouped(layers: Sequence[MoELayer]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for layer in layers:
+            # patch: grouped-experts
+            stack.enter_context(replaced_forward(layer.experts, _experts(layer).forward))
+        yield
+
+
+def _experts(layer: MoELayer) -> GroupedExperts | RaggedExperts:
+    """The fast forward of the experts as they are now."""
+    widths = {expert_width(mlp) for mlp in layer.mlps} - {0}
+    return GroupedExperts(layer, LinearProjection) if len(widths) == 1 else RaggedExperts(layer)
+
+
+def _zeros(hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+    return torch.zeros_like(hidden_TH)
 
 
 class _States:
@@ -160,8 +205,12 @@ class _States:
             state, calls = _first_state(model, self.decoder_layers, tuples, batch)
             hidden.append(state)
             self._calls.append(calls)
-        self._store = _store_device(hidden)
-        self._hidden = [each.to(self._store) for each in hidden]
+        self.store = _store_device(hidden)
+        # of all batches, without padding
+        self.tokens = sum(
+            len(each.held_T) if each.real_T is None else int(each.real_T.sum()) for each in self._batches
+        )
+        self._hidden = [each.to(self.store) for each in hidden]
         self._check(model, expected)
 
     def _check(self, model: PreTrainedModel, expected: Tensor) -> None:
@@ -178,13 +227,10 @@ class _States:
                 "channel_metric='fisher' and reconstruct=False"
             )
 
-    def real_tokens(self, _tokens: int) -> Tensor | None:
-        """The mask of the current batch."""
-        return self.current.real_T
-
-    def through(self, layer: Module) -> list[Tensor]:
-        """The outputs of a decoder layer for all batches."""
-        return [self._call(layer, index, hidden).to(self._store) for index, hidden in enumerate(self._hidden)]
+    def through(self, layer: Module, keep: bool = True) -> list[Tensor]:
+        """The outputs of a decoder layer for all batches; none if they are not kept."""
+        outputs = (self._call(layer, index, hidden) for index, hidden in enumerate(self._hidden))
+        return [each.to(self.store) for each in outputs if keep]
 
     def advance(self, outputs: list[Tensor]) -> None:
         """Continue behind the layer."""
@@ -275,7 +321,7 @@ def _store_device(hidden: Sequence[Tensor]) -> torch.device:
     device = hidden[0].device
     if device.type != "cuda":
         return device
-    # those before a layer and those behind it exist at the same time
-    needed = 2 * sum(each.nbytes for each in hidden)
+    # those before a layer, those behind it and the inputs of its experts exist at the same time
+    needed = 3 * sum(each.nbytes for each in hidden)
     free, _ = torch.cuda.mem_get_info(device)
     return device if needed <= SHARE_OF_STATES * (free + sum(each.nbytes for each in hidden)) else torch.device("cpu")

@@ -9,11 +9,12 @@ adapted and padded ones in :mod:`~moe_coverage_plugin.recovery.experts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import get_execution_device, get_offloaded_device
+from compressed_tensors.utils import align_module_device
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -95,10 +96,7 @@ class GroupedExperts:
         trace = self._trace(hidden_states, routing)
         if self._observe is not None:
             self._observe(trace)
-        weighted_MH = (trace.z_MH * routing.routing_weights_M[:, None]).to(hidden_states.dtype)
-        # a sum over slots has the same order every time, unlike atomic additions
-        by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
-        return by_slot_MH.unflatten(0, (-1, tokens)).sum(0)
+        return _weighted_sum(trace.z_MH, routing, hidden_states)
 
     def _trace(self, hidden_TH: Tensor, routing: Routing) -> ExpertTrace:
         lengths_E = routing.lengths_E if self._kept is None else routing.lengths_E[self._kept]
@@ -110,6 +108,36 @@ class GroupedExperts:
         else:
             a_MI = self._container._apply_gate(torch.cat([gate_MI, up_MI], dim=-1))
         return ExpertTrace(routing, x_MH, gate_MI, up_MI, a_MI, self._projections["down_proj"](a_MI, lengths_E))
+
+
+def _weighted_sum(z_MH: Tensor, routing: Routing, hidden_TH: Tensor) -> Tensor:
+    """The outputs of the experts of each token, times their routing weights, added."""
+    weighted_MH = (z_MH * routing.routing_weights_M[:, None]).to(hidden_TH.dtype)
+    # a sum over slots has the same order every time, unlike atomic additions
+    by_slot_MH = torch.zeros_like(weighted_MH).index_copy(0, routing.places_M, weighted_MH)
+    return by_slot_MH.unflatten(0, (-1, len(hidden_TH))).sum(0)
+
+
+class RaggedExperts:
+    """The kept experts of one layer, one after the other over sorted rows; they may differ in width."""
+
+    def __init__(self, layer: MoELayer):
+        """Take the experts that are kept now; see :class:`GroupedExperts`."""
+        self._functions = [
+            ExpertFunction(layer, each) if expert_width(mlp) else None for each, mlp in enumerate(layer.mlps)
+        ]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute a batch, as :meth:`GroupedExperts.forward`."""
+        routing = Routing.of(top_k_index, top_k_weights, len(self._functions), None)
+        rows = hidden_states[routing.tokens_M].split(routing.lengths_E.tolist())
+        outputs = []
+        for function, x_MH in zip(self._functions, rows, strict=True):
+            if len(x_MH):
+                assert function is not None, "a token is routed to a removed expert"
+                with function:
+                    outputs.append(function.output(x_MH))
+        return _weighted_sum(torch.cat(outputs), routing, hidden_states)
 
 
 class LinearProjection:
@@ -160,6 +188,49 @@ class ConvertedLinear(torch.autograd.Function):
         """Compute the gradient of ``x``."""
         (weight_OA,) = ctx.saved_tensors
         return grad_MO @ weight_OA.to(grad_MO.dtype), None, None
+
+
+class ExpertFunction:
+    """The activation and the projections of one expert, for rows of any number, in the dtype of these rows.
+
+    A context, because the weights of an offloaded expert are on its device only within it.
+    """
+
+    def __init__(self, layer: MoELayer, index: int):
+        """Take an expert that is not removed.
+
+        Args:
+            layer: its container must compute as the toolkit's does (:func:`computes_as_toolkit`).
+            index: of the expert.
+        """
+        assert computes_as_toolkit(layer), f"{layer.name}: {type(layer.experts).__name__} has a forward of its own"
+        self._mlp = layer.mlps[index]
+        container: Any = layer.experts
+        self.projections = projections(self._mlp)
+        self.inputs = [self.projections[name] for name in ("gate_proj", "up_proj") if name in self.projections]
+        # from the outputs of ``inputs`` side by side, ``[M, 2I]`` or ``[M, I]``, to ``[M, I]``
+        self.act: Callable[[Tensor], Tensor] = container._apply_gate if len(self.inputs) == 2 else container.act_fn
+
+    def __enter__(self) -> ExpertFunction:
+        self._stack = ExitStack()
+        self._stack.enter_context(align_module_device(self._mlp))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def activation(self, x_MH: Tensor) -> Tensor:
+        """The input of ``down_proj``, ``[M, I]``."""
+        return self.act(torch.cat([_converted(x_MH, each.weight, each.bias) for each in self.inputs], dim=-1))
+
+    def output(self, x_MH: Tensor, bias: bool = True) -> Tensor:
+        """The output of the expert, ``[M, H]``, with or without the bias of ``down_proj``."""
+        down = self.projections["down_proj"]
+        return _converted(self.activation(x_MH), down.weight, down.bias if bias else None)
+
+
+def _converted(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:
+    return linear(x_MA, weight_OA.to(x_MA.dtype), None if bias_O is None else bias_O.to(x_MA.dtype))
 
 
 def computes_as_toolkit(layer: MoELayer) -> bool:

@@ -31,22 +31,30 @@ class RemovedExpert(ExpertMLP):
         raise NotImplementedError("a removed expert has no weights")
 
 
-def prune_layer(
+def prune_layer(layer: MoELayer, kept_E: list[Tensor], padded_width: int | None = None) -> None:
+    """Keep the given channels of every expert of a layer, in place (:func:`prune_experts`)."""
+    assert len(kept_E) == layer.num_experts
+    prune_experts(layer, dict(enumerate(kept_E)), padded_width)
+
+
+def prune_experts(
     layer: MoELayer,
-    kept_E: list[Tensor],
+    kept: Mapping[int, Tensor],
     padded_width: int | None = None,
     fits: Mapping[int, FittedWeights] | None = None,
 ) -> None:
-    """Keep the given channels of every expert of a layer, in place.
+    """Keep the given channels of experts of a layer, in place.
 
     Args:
         layer: the layer.
-        kept_E: for each expert the ascending indices of its kept channels (int64); empty: the expert is removed.
+        kept: by expert, the ascending indices of its kept channels (int64); empty: the expert is removed.
         padded_width: append zero channels up to this width and remove no expert; the outputs do not change.
         fits: by expert, weights that replace those of the kept channels.
     """
     ranges = mapped_ranges()
-    for index, (mlp, kept_N) in enumerate(zip(layer.mlps, kept_E, strict=True)):
+    mlps = layer.mlps
+    for index, kept_N in kept.items():
+        mlp = mlps[index]
         with disable_onloading():
             unpruned = list(mlp.parameters())
         if kept_N.numel() == 0 and padded_width is None:

@@ -7,6 +7,7 @@ from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 from moe_coverage_plugin.modifiers.oneshot_run import accept_loaded_models
 from moe_coverage_plugin.modifiers.recommended import recommended_recipe
 
@@ -15,11 +16,18 @@ __all__ = [
     "AttributionModifier",
     "ChannelPruningModifier",
     "CoverageModifier",
+    "LayerwiseGPTQModifier",
     "recommended_recipe",
 ]
 
 accept_loaded_models()
-for _modifier in (AttributionModifier, CoverageModifier, AlignmentModifier, ChannelPruningModifier):
+for _modifier in (
+    AttributionModifier,
+    CoverageModifier,
+    AlignmentModifier,
+    ChannelPruningModifier,
+    LayerwiseGPTQModifier,
+):
     ModifierFactory.register(_modifier.__name__, _modifier)
 
 # so early because models are opened before a run

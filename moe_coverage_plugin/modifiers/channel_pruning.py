@@ -28,6 +28,7 @@ from moe_coverage_plugin.modeling.router_mask import mask_router
 from moe_coverage_plugin.modeling.slicing import prune_layer
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 from moe_coverage_plugin.modifiers.layouts import check_layout, padded_width
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours, predecessor, prepare, recipe_around
 from moe_coverage_plugin.modifiers.output_checks import check_run_output, model_bytes
@@ -73,6 +74,8 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
     _widths_LE: Tensor = PrivateAttr()
     _padded_width: int | None = PrivateAttr(default=None)
     _bytes_before: int = PrivateAttr(default=0)
+    # quantizes each layer of the reconstruction once it is pruned
+    _quantizer: LayerwiseGPTQModifier | None = PrivateAttr(default=None)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the plan's modifier and check everything that could stop the run later."""
@@ -99,6 +102,8 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             )
         if self.reconstruct:
             check_batches(state.data.calib)
+            if after and isinstance(after[0], LayerwiseGPTQModifier):
+                self._quantizer = after[0]
         ours = [other for other in (*before, self) if is_ours(other)]
         self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
         return True
@@ -115,8 +120,16 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             # quantizers that follow are not calibrated yet
             with DisableQuantization(state.model):
                 reconstruct_layers(
-                    state.model, layers, self._kept, self._padded_width, batches, full=self.refit == "all"
+                    state.model,
+                    layers,
+                    self._kept,
+                    self._padded_width,
+                    batches,
+                    full=self.refit == "all",
+                    quantizer=self._quantizer,
                 )
+            if self._quantizer is not None:
+                self._quantizer.mark_done()
         else:
             for layer in layers:
                 prune_layer(layer, self._kept.pop(layer.name), self._padded_width)

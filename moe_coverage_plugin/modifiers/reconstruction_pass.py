@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from compressed_tensors.distributed import is_distributed
-from compressed_tensors.utils import align_module_device
 from loguru import logger
 from torch import Tensor
-from torch.nn import Linear, functional
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
-from moe_coverage_plugin.calibration.gram import GramObserver
-from moe_coverage_plugin.calibration.layerwise import CurrentBatch, visit_layers
+from moe_coverage_plugin.calibration.gram import channel_grams
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
-from moe_coverage_plugin.calibration.token_sample import TokenSample
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import Activation, refit_expert
-from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
+from moe_coverage_plugin.core.refit import Tokens, refit_expert
+from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers
 from moe_coverage_plugin.modeling.router_mask import mask_router
-from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_layer, remove_expert
+from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, remove_expert
+from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # tokens of each expert that a refit of gate_proj and up_proj uses
 TOKENS = 4096
+# experts whose matrices and outputs exist at the same time
+EXPERTS = 32
 
 
 def reconstruct_layers(
@@ -38,6 +39,7 @@ def reconstruct_layers(
     padded_width: int | None,
     batches: Sequence[Batch],
     full: bool,
+    quantizer: LayerwiseGPTQModifier | None = None,
 ) -> None:
     """Fit and prune all layers, one after the other, so that later layers are fitted to the outputs of earlier ones.
 
@@ -48,6 +50,7 @@ def reconstruct_layers(
         padded_width: width that experts are padded to with zeros; ``None``: not padded.
         batches: the calibration data of this rank.
         full: fit ``gate_proj`` and ``up_proj`` too.
+        quantizer: quantizes each layer once it is pruned.
     """
     # experts are removed before the pass, so that their tokens are already routed to the kept experts
     for layer in layers:
@@ -55,55 +58,39 @@ def reconstruct_layers(
             if kept_N.numel() == 0 and padded_width is None:
                 remove_expert(layer, index)
         mask_router(layer)
-    reconstruction = _Reconstruction(kept, padded_width, full, sum(gather_over_ranks(len(batches))))
-    visit_layers(model, layers, batches, reconstruction, "Reconstruction")
+    reconstruction = _Reconstruction(kept, padded_width, full, quantizer)
+    visited = layers if quantizer is None else find_moe_layers(model)
+    visit_layers(model, visited, batches, reconstruction.visit, "Reconstruction")
     reconstruction.report()
 
 
 class _Reconstruction:
-    """Observes, fits and prunes one layer at a time."""
+    """Fits, prunes and quantizes one decoder layer at a time."""
 
-    def __init__(self, kept: dict[str, list[Tensor]], padded_width: int | None, full: bool, batches: int):
-        self._kept, self._padded_width, self._full, self._batches = kept, padded_width, full, batches
-        self._observers: tuple[GramObserver, TokenSample] | None = None
+    def __init__(
+        self,
+        kept: dict[str, list[Tensor]],
+        padded_width: int | None,
+        full: bool,
+        quantizer: LayerwiseGPTQModifier | None,
+    ):
+        self._kept, self._padded_width, self._full, self._quantizer = kept, padded_width, full, quantizer
         self._counts: Counter[str] = Counter()
 
-    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
-        if self._observers is None:
-            self._observers = GramObserver(layer), TokenSample(layer, TOKENS, self._batches)
-        gram, sample = self._observers
-        gram.observe(trace, batch.held_T)
-        if self._full:
-            sample.observe(trace, batch.held_T)
-
-    def end_layer(self, layer: MoELayer) -> bool:
-        kept_E = self._kept.pop(layer.name)
-        assert self._observers is not None
-        gram, sample = self._observers
-        self._observers = None
-        fitted_EII, held_EII = gram.grams()
-        fits: dict[int, FittedWeights] = {}
-        ranks = is_distributed()
-        for index, (mlp, kept_N) in enumerate(zip(layer.mlps, kept_E, strict=True)):
-            # a removed expert has no weights, and an unpruned one nothing to fit
-            if not 0 < kept_N.numel() < fitted_EII.shape[-1]:
-                continue
-            tokens = sample.tokens(index) if self._full else None
-            with align_module_device(mlp):
-                parts = projections(mlp)
-                down_HI = parts["down_proj"].weight
-                ridge = choose_ridge(down_HI, fitted_EII[index], held_EII[index], kept_N)
-                down_HN = reconstruct_down(down_HI, fitted_EII[index] + held_EII[index], kept_N, ridge)
-                fit: FittedWeights = {} if math.isinf(ridge) else {"down_proj": down_HN}
-                if tokens is not None:
-                    fit |= _refitted(layer, parts, kept_N.to(down_HI.device), down_HN, tokens)
-            # those of one rank, because ranks may differ in the last bit; on the CPU, because they have other devices
-            if ranks:
-                fit = gather_over_ranks({name: each.cpu() for name, each in fit.items()})[0]
-            fits[index] = fit
-            self._counts["refitted" if "up_proj" in fit else "fitted" if fit else "unchanged"] += 1
-        prune_layer(layer, kept_E, self._padded_width, fits)
-        return True
+    def visit(self, step: DecoderStep) -> None:
+        """Change a decoder layer."""
+        quantizer = self._quantizer
+        if quantizer is None and not step.layers:
+            return
+        with nullcontext() if quantizer is None else quantizer.watched(step):
+            inputs = step.observe(changes=True)
+        for layer, each in inputs:
+            if layer.name in self._kept:
+                self._change(layer, each)
+            elif quantizer is not None:
+                quantizer.quantize_experts(layer, each)
+        if quantizer is not None:
+            quantizer.quantize_others(step)
 
     def report(self) -> None:
         """Say what was fitted, and what was not because held-back tokens were not better for it."""
@@ -113,28 +100,63 @@ class _Reconstruction:
             "weights, because tokens held back from the fit are no better with it, or too few"
         )
 
+    def _change(self, layer: MoELayer, inputs: LayerInputs) -> None:
+        kept_E = self._kept.pop(layer.name)
+        channels = max(layer.widths)
+        # a removed expert has no weights, and an unpruned one nothing to fit
+        pruned = [index for index, kept_N in enumerate(kept_E) if 0 < kept_N.numel() < channels]
+        for experts in _chunks(pruned, kept_E):
+            grams_2DII = channel_grams(layer, experts, inputs)
+            fits = {
+                index: self._fit(layer, index, kept_E[index], grams_2II, inputs)
+                for index, grams_2II in zip(experts, grams_2DII.unbind(1), strict=True)
+            }
+            prune_experts(layer, {index: kept_E[index] for index in experts}, self._padded_width, fits)
+            if self._quantizer is not None:
+                self._quantizer.quantize_experts(layer, inputs, experts)
+        others = {index: kept_N for index, kept_N in enumerate(kept_E) if index not in pruned}
+        prune_experts(layer, others, self._padded_width)
+        if self._quantizer is not None:
+            self._quantizer.quantize_experts(layer, inputs, list(others))
 
-def _refitted(layer: MoELayer, parts: Any, kept_N: Tensor, down_HN: Tensor, tokens: Any) -> FittedWeights:
+    def _fit(
+        self, layer: MoELayer, index: int, kept_N: Tensor, grams_2II: Tensor, inputs: LayerInputs
+    ) -> FittedWeights:
+        """Weights that replace those of the kept channels; none if they are no better."""
+        fitted_II, held_II = grams_2II
+        tokens = inputs.sample(index, TOKENS) if self._full else None
+        with ExpertFunction(layer, index) as function:
+            down_HI = function.projections["down_proj"].weight
+            ridge = choose_ridge(down_HI, fitted_II, held_II, kept_N)
+            down_HN = reconstruct_down(down_HI, fitted_II + held_II, kept_N, ridge)
+            fit: FittedWeights = {} if math.isinf(ridge) else {"down_proj": down_HN}
+            if tokens is not None:
+                fit |= _refitted(function, kept_N.to(down_HI.device), down_HN, tokens)
+        # those of one rank, because ranks may differ in the last bit; on the CPU, because they have other devices
+        if is_distributed():
+            fit = gather_over_ranks({name: each.cpu() for name, each in fit.items()})[0]
+        self._counts["refitted" if "up_proj" in fit else "fitted" if fit else "unchanged"] += 1
+        return fit
+
+
+def _chunks(experts: list[int], kept_E: list[Tensor]) -> Iterator[list[int]]:
+    """Split experts into those that are computed together; of equal width if possible, so that they share a batch."""
+    by_width = sorted(experts, key=lambda index: kept_E[index].numel())
+    for first in range(0, len(by_width), EXPERTS):
+        yield by_width[first : first + EXPERTS]
+
+
+def _refitted(function: ExpertFunction, kept_N: Tensor, down_HN: Tensor, tokens: Tokens) -> FittedWeights:
     """Weights of all projections of an expert; empty if a refit is no better."""
-    container: Any = layer.experts
-    names = [name for name in ("gate_proj", "up_proj") if name in parts]
-    act: Activation = container._apply_gate if len(names) == 2 else container.act_fn
-    linears = [parts[name] for name in names]
+    names = [name for name in function.projections if name != "down_proj"]
     # wider than the pass if that is in 16 bits, so that the target has no rounding to be fitted
     x_MH = tokens.x_MH.to(torch.promote_types(tokens.x_MH.dtype, torch.float32))
-    a_MI = act(torch.cat([_project(x_MH, linear) for linear in linears], dim=-1))
     refit = refit_expert(
-        [linear.weight[kept_N] for linear in linears],
-        [None if linear.bias is None else linear.bias[kept_N] for linear in linears],
+        [linear.weight[kept_N] for linear in function.inputs],
+        [None if linear.bias is None else linear.bias[kept_N] for linear in function.inputs],
         down_HN,
-        a_MI @ parts["down_proj"].weight.T.to(a_MI.dtype),
+        function.output(x_MH, bias=False),
         tokens,
-        act,
+        function.act,
     )
     return {} if refit is None else dict(zip(names, refit.rows, strict=True)) | {"down_proj": refit.down_HN}
-
-
-def _project(x_MH: Tensor, linear: Linear) -> Tensor:
-    """Output of a linear layer in the dtype of its input."""
-    bias_O = None if linear.bias is None else linear.bias.to(x_MH.dtype)
-    return functional.linear(x_MH, linear.weight.to(x_MH.dtype), bias_O)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers
 
 
@@ -69,15 +69,16 @@ def rows_of(model: Any, batches: Sequence[dict[str, Tensor]], held: Sequence[Ten
 
 
 @torch.no_grad()
-def show(
-    model: Any,
-    layer: MoELayer,
-    batches: Sequence[dict[str, Tensor]],
-    held: Sequence[Tensor],
-    observe: Callable[[ExpertTrace, Tensor], None],
-) -> None:
-    """Call ``observe`` with the values inside the experts of a layer and the held-back flags, batch by batch."""
-    for batch, held_T in zip(batches, held, strict=True):
-        real_T = batch["attention_mask"].flatten().bool()
-        with grouped_experts(layer, lambda trace, held_T=held_T: observe(trace, held_T), lambda _, real=real_T: real):
-            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+def inputs_of(
+    model: Any, layer: MoELayer, batches: Sequence[dict[str, Tensor]], held: Sequence[Tensor]
+) -> LayerInputs:
+    """The inputs of a layer's experts in the model's own forward, with the given flags of held-back tokens."""
+    masks = [batch["attention_mask"].flatten().bool() for batch in batches]
+    inputs = LayerInputs(layer.num_experts, int(sum(mask.sum() for mask in masks)), torch.device("cpu"))
+    for batch, held_T, real_T in zip(batches, held, masks, strict=True):
+        handle = layer.experts.register_forward_pre_hook(
+            lambda _module, args, held_T=held_T, real_T=real_T: inputs.add(*args, held_T, real_T)
+        )
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        handle.remove()
+    return inputs

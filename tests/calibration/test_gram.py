@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.calibration.gram import GramObserver
+from moe_coverage_plugin.calibration.gram import channel_grams
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import (
@@ -17,7 +17,7 @@ from tests.calibration.brute_force import (
     padded_with_prompts,
     save_float64,
 )
-from tests.calibration.routed_rows import rows_of, show
+from tests.calibration.routed_rows import inputs_of, rows_of
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
@@ -35,52 +35,50 @@ def data(size: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_sums_of_each_expert_and_part_equal_loops(model, size: int):
+    """Of some experts in any order."""
     batches, held = data(size)
     rows_LE = rows_of(model, batches, held)
+    experts = [5, 0, 3, 7]
     for layer, rows_E in zip(find_moe_layers(model), rows_LE, strict=True):
-        expected_2EII = torch.zeros(2, EXPERTS, CHANNELS, CHANNELS, dtype=torch.float64)
-        tokens_2E = torch.zeros(2, EXPERTS, dtype=torch.float64)
-        for expert, rows in enumerate(rows_E):
-            for row in rows:
-                expected_2EII[int(row.held), expert] += row.weight**2 * torch.outer(row.a_I, row.a_I)
-                tokens_2E[int(row.held), expert] += 1
-        observer = GramObserver(layer)
-        show(model, layer, batches, held, observer.observe)
-        torch.testing.assert_close(observer.grams(), expected_2EII, rtol=1e-9, atol=1e-12)
-        assert torch.equal(observer.tokens_2E, tokens_2E)
-        assert int(tokens_2E.sum()) == 2 * sum(int(batch["attention_mask"].sum()) for batch in batches)
+        expected_2DII = torch.zeros(2, len(experts), CHANNELS, CHANNELS, dtype=torch.float64)
+        for position, expert in enumerate(experts):
+            for row in rows_E[expert]:
+                expected_2DII[int(row.held), position] += row.weight**2 * torch.outer(row.a_I, row.a_I)
+        found_2DII = channel_grams(layer, experts, inputs_of(model, layer, batches, held))
+        torch.testing.assert_close(found_2DII, expected_2DII, rtol=1e-9, atol=1e-12)
+        assert bool(found_2DII.any())
 
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_all_tokens_in_one_part(model, flag: bool):
     batches, held = data(2)
-    observer = GramObserver(layer := find_moe_layers(model)[0])
-    show(model, layer, batches, [torch.full_like(each, flag) for each in held], observer.observe)
-    assert not observer.grams()[1 - int(flag)].any()
-    assert not observer.tokens_2E[1 - int(flag)].any()
-    assert bool(observer.grams()[int(flag)].any())
+    layer = find_moe_layers(model)[0]
+    inputs = inputs_of(model, layer, batches, [torch.full_like(each, flag) for each in held])
+    grams_2DII = channel_grams(layer, range(EXPERTS), inputs)
+    assert not grams_2DII[1 - int(flag)].any()
+    assert bool(grams_2DII[int(flag)].any())
 
 
 def test_experts_that_no_token_reaches_have_zeros(model):
     """One token reaches two experts; a batch of padding reaches none."""
     batch = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])}
-    observer = GramObserver(layer := find_moe_layers(model)[0])
-    show(model, layer, [batch], [torch.tensor([True])], observer.observe)
-    assert sorted(observer.tokens_2E.flatten().tolist()) == [0.0] * (2 * EXPERTS - 2) + [1.0] * 2
-    assert torch.equal(observer.grams()[1].diagonal(dim1=1, dim2=2).sum(-1) > 0, observer.tokens_2E[1] > 0)
-    empty = GramObserver(layer)
-    show(model, layer, [batch | {"attention_mask": torch.tensor([[0]])}], [torch.tensor([True])], empty.observe)
-    assert empty.grams().shape == (2, EXPERTS, CHANNELS, CHANNELS)
-    assert not empty.grams().any()
+    layer = find_moe_layers(model)[0]
+    inputs = inputs_of(model, layer, [batch], [torch.tensor([True])])
+    grams_2EII = channel_grams(layer, range(EXPERTS), inputs)
+    assert not grams_2EII[0].any()
+    assert torch.equal(grams_2EII[1].diagonal(dim1=1, dim2=2).sum(-1) > 0, inputs.count_tokens() > 0)
+    empty = inputs_of(model, layer, [batch | {"attention_mask": torch.tensor([[0]])}], [torch.tensor([True])])
+    nothing_2EII = channel_grams(layer, range(EXPERTS), empty)
+    assert nothing_2EII.shape == (2, EXPERTS, CHANNELS, CHANNELS)
+    assert not nothing_2EII.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_are_float32_or_wider(tmp_path, dtype: torch.dtype):
     model = open_stock(save_float64(tmp_path / "model", "qwen3_moe"), linear=True).to(dtype)
     batches, held = data(2)
-    observer = GramObserver(layer := find_moe_layers(model)[0])
-    show(model, layer, batches, held, observer.observe)
-    assert observer.grams().dtype == torch.float32
+    layer = find_moe_layers(model)[0]
+    assert channel_grams(layer, [0, 1], inputs_of(model, layer, batches, held)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -93,9 +91,8 @@ def test_activations_that_are_not_finite_name_the_expert(tmp_path, value: float,
     with torch.no_grad():
         layer.mlps[3].up_proj.weight[7] = value
         layer.mlps[5].up_proj.weight[0] = value
-    observer = GramObserver(layer)
-    show(model, layer, batches, [torch.full_like(each, held) for each in flags], observer.observe)
+    inputs = inputs_of(model, layer, batches, [torch.full_like(each, held) for each in flags])
     with pytest.raises(
         CoverageError, match=r"model\.layers\.1\.mlp\.experts expert 3 has NaN or infinite activations"
     ):
-        observer.grams()
+        channel_grams(layer, [1, 3, 5], inputs)

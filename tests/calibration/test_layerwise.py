@@ -18,12 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageModifier
 from moe_coverage_plugin.calibration import layerwise
-from moe_coverage_plugin.calibration.layerwise import CurrentBatch, visit_layers
+from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
-from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
-from moe_coverage_plugin.modeling.routing import Routing
 from moe_coverage_plugin.modifiers import attribution
 from tests.calibration.brute_force import open_stock, save_float64
 from tests.calibration.test_offload import on_disk
@@ -80,74 +78,62 @@ def data(padding: str, seed: int = 0) -> list[dict[str, Tensor]]:
     return batches
 
 
-# name of the layer, values inside its experts for real tokens
-Seen = tuple[str, Tensor, Tensor, Tensor, Tensor]
+# what the experts of a layer get for the real tokens of all batches: inputs, expert numbers, routing weights
+Seen = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def own_forward(model: Any, batches: Sequence[dict[str, Tensor]]) -> dict[str, list[Seen]]:
-    """What each layer's experts see and output in the model's own forward: one entry for each batch."""
+def own_forward(model: Any, batches: Sequence[dict[str, Tensor]]) -> dict[str, Seen]:
+    """What each layer's experts get in the model's own forward."""
     seen: dict[str, list[Seen]] = {}
 
-    def record(layer: MoELayer, real_T: Tensor, _module: Module, args: tuple, output: Tensor) -> None:
-        hidden_TH, ids_TK, weights_TK = args
-        routing = Routing.of(ids_TK, weights_TK, layer.num_experts, real_T)
-        x_MH, weights_M = routing.real(hidden_TH[routing.tokens_M]), routing.real(routing.routing_weights_M)
-        values = (layer.name, routing.real(routing.tokens_M), x_MH, weights_M, output[real_T])
-        seen.setdefault(layer.name, []).append(values)
+    def record(layer: MoELayer, real_T: Tensor, _module: Module, args: tuple) -> None:
+        seen.setdefault(layer.name, []).append(tuple(each[real_T] for each in args))
 
     for batch in batches:
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         handles = [
-            layer.experts.register_forward_hook(partial(record, layer, mask.flatten().bool()))
+            layer.experts.register_forward_pre_hook(partial(record, layer, mask.flatten().bool()))
             for layer in find_moe_layers(model)
         ]
         model(**batch)
         for handle in handles:
             handle.remove()
-    return seen
+    return {name: tuple(map(torch.cat, zip(*each, strict=True))) for name, each in seen.items()}
 
 
 class Recorder:
-    """A visitor that keeps what it sees, and changes layers by a function."""
+    """Visits layers, keeps what it sees, and changes layers by a function."""
 
-    def __init__(self, change: Callable[[MoELayer], bool] = lambda _: False):
-        self.seen: dict[str, list[Seen]] = {}
-        self.events: list[str] = []
-        self.batches: list[CurrentBatch] = []
+    def __init__(self, change: Callable[[MoELayer], None] | None = None):
+        self.seen: dict[str, Seen] = {}
+        self.held: dict[str, Tensor] = {}
+        self.visited: list[list[str]] = []
+        self.masks: list[Tensor | None] = []
         self._change = change
 
-    def observe(self, layer: MoELayer, trace: ExpertTrace, batch: CurrentBatch) -> None:
-        routing = trace.routing
-        self.events.append(layer.name)
-        self.batches.append(batch)
-        weighted_MH = routing.routing_weights_M[:, None] * trace.z_MH
-        tokens = len(batch.held_T)
-        sum_TH = weighted_MH.new_zeros(tokens, weighted_MH.shape[1]).index_add(0, routing.tokens_M, weighted_MH)
-        real_T = torch.ones(tokens).bool() if batch.real_T is None else batch.real_T
-        x_MH, weights_M = routing.real(trace.x_MH), routing.real(routing.routing_weights_M)
-        values = (layer.name, routing.real(routing.tokens_M), x_MH, weights_M, sum_TH[real_T])
-        self.seen.setdefault(layer.name, []).append(values)
-
-    def end_layer(self, layer: MoELayer) -> bool:
-        self.events.append(f"end of {layer.name}")
-        return self._change(layer)
+    def visit(self, step: DecoderStep) -> None:
+        hooked = step.decoder_layer.register_forward_hook(lambda *_: self.masks.append(step.current.real_T))
+        changes = self._change is not None and bool(step.layers)
+        for layer, inputs in step.observe(changes):
+            self.seen[layer.name] = inputs.x_TH, inputs.ids_TK, inputs.weights_TK
+            self.held[layer.name] = inputs.held_T
+            if self._change is not None:
+                self._change(layer)
+        hooked.remove()
+        self.visited.append([layer.name for layer in step.layers])
 
 
-def visited(model: Any, batches: Sequence[dict[str, Tensor]], change=lambda _: False) -> Recorder:
+def visited(model: Any, batches: Sequence[dict[str, Tensor]], change=None) -> Recorder:
     recorder = Recorder(change)
-    visit_layers(model, find_moe_layers(model), batches, recorder, "Test")
+    visit_layers(model, find_moe_layers(model), batches, recorder.visit, "Test")
     return recorder
 
 
-def assert_same(found: list[Seen], expected: list[Seen], outputs: bool = True, rtol: float = 1e-9) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one[0] == other[0]
-        assert torch.equal(one[1], other[1]), "tokens are routed differently"
-        pairs = list(zip(one[2:], other[2:], strict=True))
-        for value, wanted in pairs if outputs else pairs[:-1]:
-            torch.testing.assert_close(value, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
+def assert_same(found: Seen, expected: Seen, rtol: float = 1e-9) -> None:
+    assert torch.equal(found[1], expected[1]), "tokens are routed differently"
+    for value, wanted in ((found[0], expected[0]), (found[2], expected[2])):
+        torch.testing.assert_close(value, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
 
 
 # --- the values are those of the model
@@ -155,7 +141,7 @@ def assert_same(found: list[Seen], expected: list[Seen], outputs: bool = True, r
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_see_what_they_see_in_the_models_own_forward(family: str):
-    """In their order, once for each batch; batches differ in length, and have padding on one side or no mask."""
+    """In their order; batches differ in length, and have padding on one side or no mask."""
     model = random_model(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers = find_moe_layers(model)
@@ -164,8 +150,7 @@ def test_layers_see_what_they_see_in_the_models_own_forward(family: str):
         recorder = visited(model, batches)
         for name, expected in own_forward(model, batches).items():
             assert_same(recorder.seen[name], expected)
-        events = [[layer.name] * len(batches) + [f"end of {layer.name}"] for layer in layers]
-        assert recorder.events == [event for each in events for event in each]
+        assert [each for each in recorder.visited if each] == [[layer.name] for layer in layers]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -181,27 +166,43 @@ def test_the_model_is_as_before(tmp_path):
 
 
 def test_some_layers_of_the_model():
-    """The others compute, but are not visited."""
+    """The others compute, but are not observed."""
     model, recorder, batches = random_model(), Recorder(), data("right")
     layers = find_moe_layers(model)
-    visit_layers(model, layers[1:2], batches, recorder, "Test")
+    visit_layers(model, layers[1:2], batches, recorder.visit, "Test")
     assert list(recorder.seen) == [layers[1].name]
+    assert recorder.visited == [[], [layers[1].name], []]
     assert_same(recorder.seen[layers[1].name], own_forward(model, batches)[layers[1].name])
+
+
+def test_a_layer_that_is_not_observed():
+    """It computes as the model does."""
+    model, batches = random_model(), data("right")
+    layers = find_moe_layers(model)
+    seen: dict[str, Seen] = {}
+
+    def visit(step: DecoderStep) -> None:
+        for layer, inputs in step.observe() if step.layers[0].name == layers[2].name else []:
+            seen[layer.name] = inputs.x_TH, inputs.ids_TK, inputs.weights_TK
+
+    visit_layers(model, layers, batches, visit, "Test")
+    assert_same(seen[layers[2].name], own_forward(model, batches)[layers[2].name])
 
 
 # --- changes
 
 
 @torch.no_grad()
-def shrink(layer: MoELayer) -> bool:
-    """Change every expert, as a pruned one is changed: new weights of another width."""
-    for mlp in layer.mlps:
+def shrink(layer: MoELayer) -> None:
+    """Change experts as pruned ones are changed: new weights of unequal widths; the last expert keeps its own."""
+    for number, mlp in enumerate(layer.mlps[:-1]):
+        stride = 2 + number % 2
         for name, linear in projections(mlp).items():
-            kept = linear.weight[:, ::3] if name == "down_proj" else linear.weight[::3]
+            kept = linear.weight[:, ::stride] if name == "down_proj" else linear.weight[::stride]
             linear.weight = torch.nn.Parameter(kept.contiguous())
+            linear.out_features, linear.in_features = linear.weight.shape
             if name != "down_proj" and linear.bias is not None:
-                linear.bias = torch.nn.Parameter(linear.bias[::3].contiguous())
-    return True
+                linear.bias = torch.nn.Parameter(linear.bias[::stride].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -220,19 +221,38 @@ def test_later_layers_see_a_changed_layer(family: str, padding: str):
     recorder = visited(model, batches, shrink)
     expected, old = own_forward(model, batches), own_forward(unchanged, batches)
     first, *later = find_moe_layers(model)
+    assert len(set(first.widths)) == 3
     assert_same(recorder.seen[first.name], old[first.name])
     for layer in later:
-        assert_same(recorder.seen[layer.name], expected[layer.name], outputs=False)
-        assert not torch.allclose(recorder.seen[layer.name][0][2], old[layer.name][0][2], rtol=1e-3)
+        assert_same(recorder.seen[layer.name], expected[layer.name])
+        assert not torch.allclose(recorder.seen[layer.name][0], old[layer.name][0], rtol=1e-3)
 
 
 def test_only_some_layers_change():
     model, batches = random_model(), data("right")
     layers = find_moe_layers(model)
-    recorder = visited(model, batches, lambda layer: layer.name == layers[1].name and shrink(layer))
+    recorder = visited(model, batches, lambda layer: shrink(layer) if layer.name == layers[1].name else None)
     for layer in layers:
-        expected = own_forward(model, batches)[layer.name]
-        assert_same(recorder.seen[layer.name], expected, outputs=layer.name != layers[1].name)
+        assert_same(recorder.seen[layer.name], own_forward(model, batches)[layer.name])
+
+
+def test_two_moe_layers_in_one_decoder_layer():
+    """The second one gets the outputs of the first one, so that computes although it will change."""
+    model, batches = random_model(), data("right")
+    first, second, third = model.model.layers
+
+    def both(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return second.forward(first_forward(hidden, *args, **kwargs), *args, **kwargs)
+
+    first_forward = first.forward
+    first.add_module("second", second)
+    first.forward = both
+    model.model.layers = ModuleList([first, third])
+    recorder = visited(model, batches, shrink)
+    expected = own_forward(model, batches)
+    layers = find_moe_layers(model)
+    assert recorder.visited == [[layer.name for layer in layers[:2]], [layers[2].name]]
+    assert_same(recorder.seen[layers[2].name], expected[layers[2].name])
 
 
 # --- held-back tokens
@@ -280,11 +300,14 @@ def test_visitors_get_the_masks_of_their_batch():
     batches = data("right")
     recorder = visited(random_model(), batches)
     expected = [layerwise._current(index, batch, batches) for index, batch in enumerate(batches)]
-    for number, found in enumerate(recorder.batches):
-        wanted, batch = expected[number % len(batches)], batches[number % len(batches)]
-        assert torch.equal(found.held_T, wanted.held_T)
-        assert (found.real_T is None) == bool(batch["attention_mask"].all())
-        assert found.real_T is None or torch.equal(found.real_T, batch["attention_mask"].bool().flatten())
+    assert len(recorder.masks) == 3 * len(batches)
+    for number, found in enumerate(recorder.masks):
+        batch = batches[number % len(batches)]
+        assert (found is None) == bool(batch["attention_mask"].all())
+        assert found is None or torch.equal(found, batch["attention_mask"].bool().flatten())
+    masks = [batch["attention_mask"].bool().flatten() for batch in batches]
+    held_T = torch.cat([each.held_T[mask] for each, mask in zip(expected, masks, strict=True)])
+    assert all(torch.equal(found, held_T) for found in recorder.held.values())
 
 
 # --- models that this pass cannot run
@@ -315,8 +338,8 @@ def reordered(calls: Callable[[list[Module]], list[Any]]) -> Any:
 def test_a_decoder_layer_that_is_not_called_once(calls, times: int):
     model, recorder = reordered(calls), Recorder()
     with pytest.raises(CoverageError, match=f"calls its 3 decoder layers {times} times, but each must be called once"):
-        visit_layers(model, find_moe_layers(model), data("right"), recorder, "Test")
-    assert not recorder.events
+        visit_layers(model, find_moe_layers(model), data("right"), recorder.visit, "Test")
+    assert not recorder.visited
 
 
 def test_one_decoder_layer_at_two_places():
@@ -335,8 +358,8 @@ def test_hidden_states_that_change_between_layers():
         Recorder(),
     )
     with pytest.raises(CoverageError, match=r"one by one, differ from the model by \d+%, above 5%: choose channel_m"):
-        visit_layers(model, find_moe_layers(model), data("right"), recorder, "Test")
-    assert not recorder.events
+        visit_layers(model, find_moe_layers(model), data("right"), recorder.visit, "Test")
+    assert not recorder.visited
 
 
 def test_layers_that_are_called_in_another_order():
@@ -344,13 +367,12 @@ def test_layers_that_are_called_in_another_order():
     model, batches = reordered(lambda layers: layers[::-1]), data("right")
     recorder = visited(model, batches)
     layers = find_moe_layers(model)
-    ends = [event for event in recorder.events if event.startswith("end")]
-    assert ends == [f"end of {layer.name}" for layer in reversed(layers)]
+    assert recorder.visited == [[layer.name] for layer in reversed(layers)]
     for name, expected in own_forward(model, batches).items():
         assert_same(recorder.seen[name], expected)
 
 
-@pytest.mark.parametrize("change", [lambda _: False, shrink], ids=["same", "changed"])
+@pytest.mark.parametrize("change", [None, shrink], ids=["same", "changed"])
 def test_layers_that_write_into_their_input(change):
     def writes(layer: Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden.mul_(0.5).add_(layer(hidden, *args, **kwargs))
@@ -362,7 +384,7 @@ def test_layers_that_write_into_their_input(change):
     batches = data("right")
     recorder = visited(models[0], batches, change)
     for name, expected in own_forward(models[0], batches).items():
-        assert_same(recorder.seen[name], expected, outputs=change is not shrink)
+        assert_same(recorder.seen[name], expected)
 
 
 # --- where hidden states are kept
@@ -370,9 +392,9 @@ def test_layers_that_write_into_their_input(change):
 
 @pytest.mark.parametrize(("free", "expected"), [(999, "cpu"), (1000, "cuda:1")])
 def test_hidden_states_that_do_not_fit_go_to_the_cpu(monkeypatch: pytest.MonkeyPatch, free: int, expected: str):
-    """Those before and behind a layer, of 1000 bytes each, may take half of what is free and their own memory."""
+    """Those before and behind a layer and the inputs of experts, of 1000 bytes each, may take half of what is free."""
     asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(str(device)), (3 * free, 0))[1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(str(device)), (5 * free, 0))[1])
     hidden: Any = [SimpleNamespace(device=torch.device("cuda:1"), nbytes=nbytes) for nbytes in (600, 400)]
     assert layerwise._store_device(hidden) == torch.device(expected)
     assert asked == ["cuda:1"]
@@ -402,7 +424,7 @@ def test_a_bfloat16_model_on_a_processor_that_is_slow_in_it(monkeypatch: pytest.
     wide = random_model(family, torch.bfloat16).float()
     recorder = visited(model, batches)
     for name, expected in own_forward(wide, batches).items():
-        assert all(each[2].dtype == torch.float32 for each in recorder.seen[name])
+        assert recorder.seen[name][0].dtype == torch.float32
         assert_same(recorder.seen[name], expected, rtol=1e-5)
     assert all(each.dtype == torch.bfloat16 for each in model.parameters())
 
@@ -412,8 +434,8 @@ def test_a_bfloat16_model_on_a_processor_that_is_fast_in_it(monkeypatch: pytest.
     model, batches = random_model(dtype=torch.bfloat16), data("right")
     recorder = visited(model, batches)
     for name, expected in own_forward(model, batches).items():
-        assert all(each[2].dtype == torch.bfloat16 for each in recorder.seen[name])
-        torch.testing.assert_close(recorder.seen[name][0][2], expected[0][2])
+        assert recorder.seen[name][0].dtype == torch.bfloat16
+        torch.testing.assert_close(recorder.seen[name][0], expected[0])
 
 
 @pytest.mark.parametrize("metric", ["obs", "fisher"])

@@ -12,15 +12,14 @@ from torch import distributed as dist
 
 from moe_coverage_plugin.calibration.gathering import gather_sums
 from moe_coverage_plugin.calibration.gradients import GradientObserver
-from moe_coverage_plugin.calibration.gram import GramObserver
+from moe_coverage_plugin.calibration.gram import channel_grams
 from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.calibration.token_sample import TokenSample
 from moe_coverage_plugin.core.refit import Tokens
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64
-from tests.calibration.routed_rows import show
+from tests.calibration.routed_rows import inputs_of
 
 pytestmark = pytest.mark.slow
 
@@ -54,10 +53,9 @@ def sums_and_tokens(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Tenso
     """Gram matrices, numbers of tokens, and a sample of each expert's tokens; every third token is held back."""
     layer = find_moe_layers(model)[0]
     held = [torch.arange(batch["input_ids"].numel()) % 3 == 0 for batch in batches]
-    gram, sample = GramObserver(layer), TokenSample(layer, 1000, 4)
-    show(model, layer, batches, held, gram.observe)
-    show(model, layer, batches, held, sample.observe)
-    return gram.grams(), gram.tokens_2E, [sample.tokens(expert) for expert in range(EXPERTS)]
+    inputs = inputs_of(model, layer, batches, held)
+    samples = [inputs.sample(expert, 1000) for expert in range(EXPERTS)]
+    return channel_grams(layer, range(EXPERTS), inputs), inputs.count_tokens(), samples
 
 
 def rank_of_two(rank: int, directory: Path) -> None:
@@ -97,7 +95,7 @@ def test_scores_of_obs(finished: Path, case: str):
 def test_gram_matrices_and_tokens(finished: Path):
     """Also of experts that only one of the ranks has tokens of."""
     grams, counts, samples = sums_and_tokens(opened(finished), data_of("short"))
-    own = sums_and_tokens(opened(finished), data_of("short")[1::RANKS])[1].sum(0)
+    own = sums_and_tokens(opened(finished), data_of("short")[1::RANKS])[1]
     assert 0 < int((own == 0).sum()) < EXPERTS
     ranks = [torch.load(finished / str(rank)) for rank in range(RANKS)]
     for found_grams, found_counts, found_samples in ranks:

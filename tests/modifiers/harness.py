@@ -22,6 +22,7 @@ from moe_coverage_plugin import (
     CoverageError,
     CoverageModifier,
 )
+from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests import paper_method
 from tests.tiny import VOCAB, four_bits, save_model, token_batches
@@ -79,6 +80,15 @@ def compress(model: PreTrainedModel | Path, recipe: Any, **options: Any) -> PreT
     """A real ``oneshot`` on four short samples, always in the same order because float sums depend on it."""
     defaults = {"dataset": token_batches(samples=4, length=24), "shuffle_calibration_samples": False}
     return oneshot(model=str(model) if isinstance(model, Path) else model, recipe=recipe, **defaults | options)
+
+
+def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> PreTrainedModel:
+    """A run of the toolkit's modifiers alone, with the causal mask that our modifiers keep in a shared recipe."""
+    mark_causal_attention(model)
+    try:
+        return compress(model, recipe, **options)
+    finally:
+        unmark_causal_attention(model)
 
 
 @torch.no_grad()

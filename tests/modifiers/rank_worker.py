@@ -16,9 +16,9 @@ from llmcompressor.modeling.moe.linearize import linearize_moe
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_coverage_plugin import AttributionModifier, CoverageError, recommended_recipe
+from moe_coverage_plugin import AttributionModifier, CoverageError, LayerwiseGPTQModifier, recommended_recipe
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
-from tests.tiny import token_batches
+from tests.tiny import four_bits, token_batches
 
 
 def main(source: str, output: str) -> None:
@@ -67,7 +67,7 @@ def calibrate(source: str, dataset: Dataset) -> tuple[PreTrainedModel, Attributi
     # in float64, because the order of sums, which depends on ranks, must not change the order of channels
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     linearize_moe(model)
-    recipe = recommended_recipe(0.5, block_size=64, scheme=None)
+    recipe = [*recommended_recipe(0.5, block_size=64, scheme=None), LayerwiseGPTQModifier(**four_bits(64))]
     attribution = recipe[0]
     assert isinstance(attribution, AttributionModifier)
     oneshot(model=model, dataset=dataset, num_calibration_samples=len(dataset), recipe=recipe)

@@ -13,12 +13,20 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
-from transformers import PreTrainedModel
 
 from moe_coverage_plugin import CoverageError, Manifest, load
-from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
 from tests import processes
-from tests.modifiers.harness import EXPERTS, LAYERS, W4_GROUP_64, compress, logits, open_linear, pruning, widths
+from tests.modifiers.harness import (
+    EXPERTS,
+    LAYERS,
+    W4_GROUP_64,
+    compress,
+    compress_causally,
+    logits,
+    open_linear,
+    pruning,
+    widths,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -49,15 +57,6 @@ def test_one_recipe_equals_two_runs(source: Path, tmp_path: Path, name: str):
     reopened = load(tmp_path / "together").to(together.device)
     assert torch.equal(logits(reopened), logits(load(tmp_path / "in_turn").to(together.device)))
     assert torch.equal(logits(reopened), logits(together))
-
-
-def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> PreTrainedModel:
-    """A run of the toolkit's modifiers alone, with the causal mask that our modifiers keep in a shared recipe."""
-    mark_causal_attention(model)
-    try:
-        return compress(model, recipe, **options)
-    finally:
-        unmark_causal_attention(model)
 
 
 def recorded(output: Path) -> dict[str, dict[str, Any]]:

@@ -29,6 +29,6 @@ def test_two_ranks_make_the_plan_of_one(source: Path, tmp_path: Path):
     scores, *parts = (torch.load(tmp_path / f"{name}.pt") for name in names)
     assert torch.equal(*parts)
     torch.testing.assert_close(parts[0], scores, rtol=1e-7, atol=0)
-    # reconstruction has changed the experts, in the same way on both ranks
+    # reconstruction and GPTQ have changed the experts, in the same way on both ranks
     weights = [(tmp_path / f"{name}.weights").read_text() for name in names]
     assert weights[1] == weights[2]

@@ -1,0 +1,226 @@
+"""GPTQ of all experts of a layer together, in the pass of the reconstruction before it if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from llmcompressor.core import Event, State
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.modifiers.quantization.calibration import (
+    apply_calibration_status,
+    freeze_module_quantization,
+    observe,
+)
+from llmcompressor.utils.helpers import DisableQuantization
+from pydantic import PrivateAttr
+from torch import Tensor
+from torch.nn import Linear, Module
+from transformers import PreTrainedModel
+
+from moe_coverage_plugin.calibration.calibration_set import check_batches
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
+from moe_coverage_plugin.calibration.observation import decoder_layers
+from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers
+from moe_coverage_plugin.modifiers.oneshot_run import prepare
+
+# experts that are quantized together
+EXPERTS = 32
+# of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero
+FLOOR = 1e-9
+
+
+class LayerwiseGPTQModifier(GPTQModifier):
+    """GPTQ in a pass of its own, layer by layer, that computes the experts of a layer together.
+
+    Weights are quantized by the toolkit's GPTQ. What differs is where its Hessian matrices are from: those of an
+    expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
+    ``gate_proj`` and ``up_proj`` of an expert are quantized first, ``down_proj`` for the activations that it gets then.
+
+    Directly behind ``ChannelPruningModifier(reconstruct=True)`` there is no pass: each layer is quantized right after
+    it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``.
+
+    Lifecycle:
+
+    - on_initialize
+        - attach the scheme to the modules, and check that this pass reaches all of them
+    - on_calibration_end
+        - take the calibration data through the model and quantize layer by layer, unless a reconstruction has done so
+        - freeze scales and zero points
+
+    Example recipe::
+
+        LayerwiseGPTQModifier:
+          targets: [Linear]
+          scheme: W4A16
+          ignore: [lm_head]
+    """
+
+    # it makes its own pass over the data, so the toolkit need not
+    requires_calibration_data: bool = False
+
+    _done: bool = PrivateAttr(default=False)
+    # of the decoder layer that is observed now: linear layers of experts, Hessian matrices of the others
+    _experts: set[Module] = PrivateAttr(default_factory=set)
+    _others: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Attach the scheme, and check model, data and schemes."""
+        prepare(self)
+        self._check_schemes()
+        check_batches(state.data.calib)
+        super().on_initialize(state, **kwargs)
+        self._check_places(state.model)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Do nothing: in a pass that modifiers share, this is before pruning."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event, modules: list[Module], **kwargs: Any) -> None:
+        """Do nothing: modules are quantized where their Hessian matrices are."""
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Quantize, unless a reconstruction has done so, and freeze scales and zero points."""
+        if not self._done:
+            assert state.data.calib is not None
+            with torch.random.fork_rng(devices=[]):
+                batches = list(state.data.calib)
+            with DisableQuantization(state.model):
+                visit_layers(state.model, find_moe_layers(state.model), batches, self._visit, "Quantization")
+            self._done = True
+        QuantizationMixin.end_calibration(self, state.model)
+
+    def _visit(self, step: DecoderStep) -> None:
+        with self.watched(step):
+            inputs = step.observe(changes=True)
+        for layer, each in inputs:
+            self.quantize_experts(layer, each)
+        self.quantize_others(step)
+
+    def mark_done(self) -> None:
+        """Tell that all layers were quantized in the pass of another modifier."""
+        self._done = True
+
+    @contextmanager
+    def watched(self, step: DecoderStep) -> Iterator[None]:
+        """Collect the Hessian matrices of the linear layers outside of experts while a decoder layer is observed."""
+        self._experts = {linear for layer in step.layers for linear in expert_linears(layer)}
+
+        def add(module: Module, args: tuple[Tensor, ...], _output: Any) -> None:
+            assert isinstance(module, Linear)
+            x_MA = args[0].detach().reshape(-1, args[0].shape[-1])
+            real_T = step.current.real_T
+            if real_T is not None:
+                x_MA = x_MA[real_T.to(x_MA.device)]
+            added_AA = _hessian(module, [x_MA], x_MA.device)
+            self._others[module] = self._others[module] + added_AA if module in self._others else added_AA
+
+        handles = [module.register_forward_hook(add) for module in self._modules_of(step)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def quantize_others(self, step: DecoderStep) -> None:
+        """Quantize the linear layers outside of experts of a decoder layer that was watched."""
+        self._quantize({module: self._others.pop(module) for module in self._modules_of(step)})
+
+    def quantize_experts(self, layer: MoELayer, inputs: LayerInputs, experts: Sequence[int] | None = None) -> None:
+        """Quantize experts of a layer as they are now.
+
+        Args:
+            layer: the layer; removed experts are skipped.
+            inputs: of the layer.
+            experts: their indices; ``None``: all.
+        """
+        if not any(linear in self._module_names for linear in expert_linears(layer)):
+            return
+        widths = layer.widths
+        kept = [index for index in (range(len(widths)) if experts is None else experts) if widths[index]]
+        for first in range(0, len(kept), EXPERTS):
+            functions = {index: ExpertFunction(layer, index) for index in kept[first : first + EXPERTS]}
+            hessians: dict[Module, Tensor] = {}
+            for index, function in functions.items():
+                hessian_HH = _hessian(function.inputs[0], (each.x_MH for each in inputs.parts(index)), inputs.device)
+                hessians |= dict.fromkeys(function.inputs, hessian_HH)
+            self._quantize(hessians)
+            hessians = {}
+            for index, function in functions.items():
+                down = function.projections["down_proj"]
+                with function:
+                    a_MI = (function.activation(each.x_MH) for each in inputs.parts(index))
+                    hessians[down] = _hessian(down, a_MI, inputs.device)
+            self._quantize(hessians)
+
+    def _quantize(self, hessians: Mapping[Module, Tensor]) -> None:
+        """Quantize modules by the toolkit's GPTQ; collective."""
+        modules = [module for module in hessians if getattr(module, "quantization_scheme", None) is not None]
+        for module in modules:
+            self._initialize_observers(module)
+            apply_calibration_status(module)
+            hessian_AA = hessians[module].to(torch.float32, copy=True)
+            diagonal_A = hessian_AA.diagonal()
+            diagonal_A += FLOOR * diagonal_A.mean().clamp(min=FLOOR)
+            self._hessians[module] = hessian_AA
+            self._num_samples[module] = torch.ones((), device=hessian_AA.device)
+        observe(modules, base_name="weight")
+        self.compress_modules()
+        for module in modules:
+            freeze_module_quantization(module)
+
+    def _modules_of(self, step: DecoderStep) -> list[Module]:
+        return [
+            module
+            for module in step.decoder_layer.modules()
+            if module in self._module_names and module not in self._experts
+        ]
+
+    def _check_schemes(self) -> None:
+        """Stop at schemes that need more than the inputs of linear layers."""
+        name = type(self).__name__
+        groups = self.resolved_config.config_groups.values()
+        weights = [group.weights for group in groups if not isinstance(group, list) and group.weights is not None]
+        # set by the toolkit if a scheme observes activations
+        if self.requires_calibration_data or any(
+            each.strategy == QuantizationStrategy.TENSOR_GROUP for each in weights
+        ):
+            raise CoverageError(
+                f"{name} quantizes weights only, without scales of activations, imatrix observers or global scales: "
+                "use GPTQModifier for this scheme"
+            )
+
+    def _check_places(self, model: PreTrainedModel) -> None:
+        """Stop if a module to quantize is outside of the decoder layers, which this pass takes one by one."""
+        layers = decoder_layers(model, find_moe_layers(model))
+        inside = {module for layer in layers for module in layer.modules()}
+        outside = [name for module, name in self._module_names.items() if module not in inside]
+        if outside:
+            raise CoverageError(
+                f"LayerwiseGPTQModifier would quantize {outside[0]} ({len(outside)} such layers), which is outside of "
+                f'the decoder layers: add "{outside[0]}" to its ignore, or use GPTQModifier'
+            )
+        others = [name for module, name in self._module_names.items() if not isinstance(module, Linear)]
+        if others:
+            raise CoverageError(
+                f'LayerwiseGPTQModifier would quantize {others[0]}, which is not linear: add "{others[0]}" to its '
+                "ignore, or use GPTQModifier"
+            )
+
+
+def _hessian(linear: Linear, parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    """``sum_t x_t x_t^T`` over the inputs ``[M, A]`` of a linear layer, float32 or wider; zeros without any."""
+    total_AA: Tensor | None = None
+    for x_MA in parts:
+        x_MA = x_MA.to(torch.promote_types(x_MA.dtype, torch.float32))
+        total_AA = x_MA.T @ x_MA if total_AA is None else total_AA.addmm_(x_MA.T, x_MA)
+    if total_AA is None:
+        total_AA = torch.zeros(linear.in_features, linear.in_features, device=device)
+    return total_AA

@@ -1,0 +1,132 @@
+"""Inputs of experts over all batches, compared with loops over the tokens of the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_coverage_plugin.calibration import layer_inputs
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.core.refit import Tokens
+from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64
+from tests.calibration.routed_rows import Row, inputs_of, rows_of
+
+ALL = 10_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return open_stock(save_float64(tmp_path_factory.mktemp("source"), "qwen3_moe"), linear=True)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, Tensor]]:
+    """Four samples of unequal length, padded on the right, one in each batch."""
+    return batches_of(padded_with_prompts(labelled=False), 1)
+
+
+@pytest.fixture(scope="module")
+def held(batches) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(batch["input_ids"].numel(), generator=generator) < 0.3 for batch in batches]
+
+
+@pytest.fixture(scope="module")
+def seen(model, batches, held) -> tuple[LayerInputs, list[list[Row]]]:
+    """The inputs of the second layer, and its rows by loops."""
+    return inputs_of(model, find_moe_layers(model)[1], batches, held), rows_of(model, batches, held)[1]
+
+
+def matching(rows: list[Row], x_H: Tensor, weight: Tensor, held: Tensor) -> list[int]:
+    """Indices of the rows that are this token."""
+    return [
+        index
+        for index, row in enumerate(rows)
+        if torch.allclose(row.x_H, x_H, rtol=1e-10) and torch.allclose(row.weight, weight) and row.held == bool(held)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, ALL])
+def test_parts_have_each_token_once(seen, monkeypatch: pytest.MonkeyPatch, rows: int):
+    """With its input, its routing weight and its flag; without padding; at most so many rows at a time."""
+    monkeypatch.setattr(layer_inputs, "ROWS", rows)
+    inputs, rows_E = seen
+    assert inputs.count_tokens().tolist() == list(map(len, rows_E))
+    for expert in range(EXPERTS):
+        parts = list(inputs.parts(expert))
+        assert all(len(x_MH) == len(weight_M) == len(held_M) <= rows for x_MH, weight_M, held_M in parts)
+        found = [matching(rows_E[expert], *token) for part in parts for token in zip(*part, strict=True)]
+        assert sorted(found) == [[index] for index in range(len(rows_E[expert]))]
+
+
+@pytest.mark.parametrize("most", [1, 4, 7, ALL])
+def test_a_sample_is_spread_over_all_tokens(seen, most: int):
+    inputs, rows_E = seen
+    for expert, rows in enumerate(rows_E):
+        few, (every,) = inputs.sample(expert, most), inputs.parts(expert)
+        assert few is not None
+        count = min(most, len(rows))
+        chosen = [number * len(rows) // count for number in range(count)]
+        for values, all_values in zip(few, every, strict=True):
+            assert torch.equal(values, all_values[chosen])
+
+
+def test_an_expert_without_tokens(model):
+    one = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
+    inputs = inputs_of(model, find_moe_layers(model)[1], [one], [torch.tensor([True, False])])
+    counts = inputs.count_tokens()
+    assert sorted(counts.tolist()) == [0] * (EXPERTS - 2) + [1, 1]
+    for expert, count in enumerate(counts.tolist()):
+        sample = inputs.sample(expert, ALL)
+        assert [len(part.x_MH) for part in inputs.parts(expert)] == [count] or not count
+        assert (sample is None) == (count == 0)
+        assert sample is None or sample.held_M.tolist() == [True]
+
+
+def test_no_graph_is_kept(model, batches, held):
+    inputs = inputs_of(model.requires_grad_(True), find_moe_layers(model)[1], batches, held)
+    assert not inputs.x_TH.requires_grad
+    assert not inputs.weights_TK.requires_grad
+
+
+def test_tokens_are_stored_on_one_device_and_used_on_another(monkeypatch: pytest.MonkeyPatch):
+    """Hidden states that do not fit on a card are in CPU memory; a device without values stands for the card."""
+    inputs = LayerInputs(2, 3, torch.device("cpu"))
+    moved: list[torch.device] = []
+    to: Callable[..., Any] = Tensor.to
+    monkeypatch.setattr(Tensor, "to", lambda self, *args, **rest: (moved.append(args[0]), to(self, *args, **rest))[1])
+    inputs.add(torch.ones(3, 4), torch.tensor([[0], [1], [0]]), torch.ones(3, 1), torch.zeros(3).bool(), None)
+    inputs.device = torch.device("meta")
+    (tokens,) = inputs.parts(0)
+    assert {each.device.type for each in tokens} == {"meta"}
+    assert tokens.x_MH.shape == (2, 4)
+    assert inputs.x_TH.device == torch.device("cpu")
+    assert moved.count(torch.device("meta")) == 3
+
+
+def test_a_rank_without_tokens_gets_those_of_others_on_its_device(monkeypatch: pytest.MonkeyPatch):
+    """Ranks exchange tokens in CPU memory, and each gives its part of the sample."""
+    inputs = LayerInputs(2, 3, torch.device("cpu"))
+    inputs.add(torch.ones(3, 4), torch.zeros(3, 1).long(), torch.ones(3, 1), torch.zeros(3).bool(), None)
+    inputs.device = torch.device("meta")
+    others = Tokens(torch.ones(3, 4), torch.ones(3), torch.ones(3).bool())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(layer_inputs, "gather_over_ranks", lambda own: [Tokens(*map(torch.zeros_like, own)), others])
+    for expert, own in ((0, 2), (1, 0)):
+        found = inputs.sample(expert, 4)
+        assert found is not None
+        assert {each.device.type for each in found} == {"meta"}
+        assert len(found.x_MH) == own + 3
+
+
+def test_batches_that_are_missing_are_our_own_error():
+    inputs = LayerInputs(2, 3, torch.device("cpu"))
+    inputs.add(torch.ones(2, 4), torch.zeros(2, 1).long(), torch.ones(2, 1), torch.zeros(2).bool(), None)
+    with pytest.raises(AssertionError, match="2 of 3 tokens were added"):
+        inputs.count_tokens()
