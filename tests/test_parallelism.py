@@ -41,6 +41,17 @@ def test_groups_of_experts_of_one_width_are_not_cut() -> None:
     assert legal(replace(QWEN3, layers=(SplitLayer("experts", 512),))) == [1, 2, 4, 8, 16]
 
 
+def test_entire_experts_are_not_cut() -> None:
+    uniform = replace(QWEN3, layers=(SplitLayer("experts", 512, 128, of_experts=True), SplitLayer("dense MLP", 1024)))
+    assert obstacles(uniform, 8) == [
+        "64 channels of the experts on each rank are not a multiple of the group size 128"
+    ]
+    assert obstacles(uniform, 8, expert_parallel=True) == []
+    assert legal(uniform) == [1, 2, 4]
+    entire = degrees(uniform, expert_parallel=True)
+    assert [degree for degree, found in entire.items() if not found] == [1, 2, 4, 8, 16]
+
+
 def test_every_obstacle_is_named() -> None:
     shape = ParallelShape(6, 4, 2, 1000, (SplitLayer("dense MLP", 320, 64), SplitLayer("shared expert", 384)))
     assert obstacles(shape, 5) == [

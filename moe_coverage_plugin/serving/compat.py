@@ -31,7 +31,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 VLLM_CPU_INT8_OPERATOR = "onednn_scaled_mm"
 TRANSFORMERS_BACKENDS = "Transformers"
@@ -72,6 +72,43 @@ def lacks_data_parallel_moe() -> bool:
 
     # patch: cpu-data-parallel
     return CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv
+
+
+def lacks_expert_parallel_moe() -> bool:
+    """Return whether this build's own kernels read experts that other ranks hold, which ends the process.
+
+    Seen in 0.32 for CPUs, whose kernels say that they do not map experts to those of a rank, which nothing checks.
+    Decided by the platform.
+    """
+    # patch: cpu-expert-parallel
+    return current_platform.is_cpu()
+
+
+def filters_experts_by_number(parallel: ParallelConfig) -> bool:
+    """Return whether the loader reads only the experts whose numbers vLLM's own placement gives to a rank.
+
+    Decided by the field of that name, which a release may lack.
+    """
+    return bool(getattr(parallel, "enable_ep_weight_filter", False))
+
+
+def context_parallel_ranks(parallel: ParallelConfig) -> int:
+    """Return the number of ranks that share the tokens of a prompt.
+
+    Decided by the field of that name, which a release may lack.
+    """
+    return getattr(parallel, "prefill_context_parallel_size", 1)
+
+
+def experts_on_other_ranks(moe: FusedMoEConfig) -> int:
+    """Return the number of a layer's experts that vLLM's own placement gives to other ranks of expert parallelism.
+
+    The same in 0.26 and 0.32: ranks get equal numbers, and the first ones get one more if they do not divide evenly.
+    """
+    parallel = moe.moe_parallel_config
+    if not parallel.use_ep:
+        return 0
+    return moe.num_experts - len(range(parallel.ep_rank, moe.num_experts, parallel.ep_size))
 
 
 def loads_dummy_weights() -> bool:

@@ -29,10 +29,12 @@ from moe_coverage_plugin.serving.deployment import NO_DRAFT, check_deployment, s
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 from moe_coverage_plugin.serving.local_files import check_local
+from moe_coverage_plugin.serving.placement import experts_of_ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.model_executor.layers.fused_moe import MoERunner
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 # targets name experts by their class in llm-compressor, which is Linear
@@ -49,10 +51,12 @@ class CoverageConfig(CompressedTensorsConfig):
     Attributes:
         manifest: of the checkpoint.
         schemes: how the experts that our method computes are stored, by module path of a layer's experts.
+        holders: rank that holds each of these experts, by number of expert-parallel ranks and module path.
     """
 
     manifest: Manifest
     schemes: dict[str, ExpertScheme]
+    holders: dict[int, dict[str, list[int]]]
 
     @classmethod
     def override_quantization_method(
@@ -95,6 +99,7 @@ class CoverageConfig(CompressedTensorsConfig):
         assert manifest is not None, f"a configuration without {CONFIG_KEY} was claimed"
         self.manifest = manifest
         self.schemes = self._schemes_served_by_us()
+        self.holders = {}
         return self
 
     def _schemes_served_by_us(self) -> dict[str, ExpertScheme]:
@@ -155,11 +160,22 @@ class CoverageConfig(CompressedTensorsConfig):
             if name in self.schemes:
                 if layer.moe_config.is_lora_enabled:
                     leave_experts_out(_are_ours)
-                return RaggedExpertsMethod(layer.moe_config, name, self.manifest.widths[name], self.schemes[name])
+                holders_E = self._holders(layer.moe_config.moe_parallel_config, name)
+                widths_E, scheme = self.manifest.widths[name], self.schemes[name]
+                return RaggedExpertsMethod(layer.moe_config, name, widths_E, scheme, holders_E)
         method = super().get_quant_method(layer, prefix)
         if isinstance(method, CompressedTensorsLinearMethod) and compat.lacks_w4a16_linear():
             return self._without_kernel(method, layer.scheme, prefix)
         return method
+
+    def _holders(self, parallel: FusedMoEParallelConfig, name: str) -> list[int] | None:
+        """Return the rank that holds each expert of a layer; ``None`` if ranks share experts."""
+        if not parallel.use_ep:
+            return None
+        # of all layers at once, because memory is balanced over layers
+        if parallel.ep_size not in self.holders:
+            self.holders[parallel.ep_size] = experts_of_ranks(self.manifest, self.schemes, parallel.ep_size)
+        return self.holders[parallel.ep_size][name]
 
     def _manifest_name(self, prefix: str) -> str:
         """Return the manifest's name of an MoE layer, found by layer number if vLLM nests the model differently.
@@ -199,6 +215,8 @@ def check_unquantized(model_name: str, hf_config: PretrainedConfig) -> None:
     """
     manifest = Manifest.from_quantization_config({CONFIG_KEY: getattr(hf_config, CONFIG_KEY, None)})
     check_local(model_name, manifest)
+    if manifest is not None:
+        compat.check_engine_config(getattr(hf_config, "architectures", None) or (), check_deployment)
     quantization_config = getattr(hf_config, "quantization_config", None)
     # vLLM sets n_predict for a model's own draft, and then divides by it; our configs count no such layers
     if getattr(hf_config, "n_predict", None) is not None and (

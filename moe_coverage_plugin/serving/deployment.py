@@ -10,13 +10,11 @@ from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.adapters import check_adapters_of_requests, check_lora_options
 from moe_coverage_plugin.serving.degrees import check_degrees
 from moe_coverage_plugin.serving.local_files import read_local
+from moe_coverage_plugin.serving.parallel_options import check_parallel, check_stock_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import OffloadConfig, VllmConfig
-
-GATHERING_BACKEND = "allgather_reducescatter"
-"""vLLM's default backend for data-parallel ranks, the only one that works without expert parallelism."""
 
 # of the method
 NO_DRAFT = (
@@ -44,12 +42,17 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
     quantization_config: dict[str, Any] = model_config.model_arch_config.quantization_config or {}
     manifest = Manifest.from_quantization_config(quantization_config)
+    parallel = vllm_config.parallel_config
+    expert_parallel = parallel.enable_expert_parallel
+    ranks_of_experts = parallel.tensor_parallel_size * parallel.data_parallel_size
+    # in 16 bits and one width, the entry is at the top level, and vLLM asks no quantization config
+    if getattr(model_config.hf_config, CONFIG_KEY, None) is not None:
+        check_stock_experts(expert_parallel, ranks_of_experts)
     if manifest is None or model_config.quantization != CONFIG_KEY:
         return
     check_positions(model_config.hf_text_config)
     groups = quantization_config.get("config_groups") or {}
     check_int8_products(groups.values())
-    parallel = vllm_config.parallel_config
     ours = serves_experts(manifest, bool(groups))
     check_degrees(
         manifest,
@@ -57,22 +60,19 @@ def check_deployment(vllm_config: VllmConfig) -> None:
         read_local(model_config.model),
         ranks=parallel.tensor_parallel_size,
         # vLLM shards experts over data-parallel ranks too, unless it assigns entire experts to ranks
-        expert_ranks=1
-        if parallel.enable_expert_parallel
-        else parallel.tensor_parallel_size * parallel.data_parallel_size,
+        expert_ranks=1 if expert_parallel else ranks_of_experts,
         any_expert_ranks=ours,
     )
     if not ours:
+        check_stock_experts(expert_parallel, ranks_of_experts)
         return
     # not for stock methods, whose experts have parameters that no checkpoint fills
     compat.require_all_weights(vllm_config)
-    check_options(parallel.enable_expert_parallel, parallel.enable_eplb)
+    check_parallel(parallel)
     if vllm_config.lora_config is not None:
         check_lora_options(vllm_config.lora_config)
         check_adapters_of_requests(vllm_config.lora_config)
     check_features(vllm_config, manifest)
-    if parallel.data_parallel_size > 1:
-        check_data_parallel(parallel.data_parallel_size, parallel.all2all_backend)
 
 
 def check_features(vllm_config: VllmConfig, manifest: Manifest) -> None:
@@ -147,46 +147,3 @@ def check_int8_products(groups: Iterable[Mapping[str, Any]]) -> None:
                 "build of vLLM on this processor (all models of this kind, pruned or not): serve it on a GPU or a "
                 "processor with VNNI, or quantize with FP8_DYNAMIC or W4A16"
             )
-
-
-def check_data_parallel(ranks: int, backend: str) -> None:
-    """Check that the tokens of all data-parallel ranks reach every rank, each of which holds a part of every expert.
-
-    Args:
-        ranks: number of data-parallel ranks.
-        backend: name of vLLM's all-to-all backend.
-
-    Raises:
-        CoverageError: the backend or this build of vLLM does not send all tokens to all ranks.
-    """
-    if backend != GATHERING_BACKEND:
-        raise CoverageError(
-            f"all2all_backend is {backend!r}, which sends tokens to the ranks of their experts, but every "
-            "data-parallel rank holds a part of each expert of unequal width: serve without --all2all-backend"
-        )
-    if compat.lacks_data_parallel_moe():
-        raise CoverageError(
-            f"data_parallel_size is {ranks}, but this build of vLLM cannot gather the tokens of its ranks for experts "
-            "(all_gatherv): serve with --tensor-parallel-size, or start independent engines"
-        )
-
-
-def check_options(expert_parallel: bool, expert_balancing: bool) -> None:
-    """Check options that move entire experts between ranks.
-
-    Args:
-        expert_parallel: ``enable_expert_parallel``.
-        expert_balancing: ``enable_eplb``.
-
-    Raises:
-        CoverageError: one of them is switched on.
-    """
-    if expert_balancing:
-        raise CoverageError(
-            "enable_eplb is set, but experts of unequal width cannot move between ranks: serve without --enable-eplb"
-        )
-    if expert_parallel:
-        raise CoverageError(
-            "enable_expert_parallel is set, but experts of unequal width are sharded within each expert: serve "
-            "without --enable-expert-parallel, with --tensor-parallel-size"
-        )

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
-from moe_coverage_plugin.serving.deployment import check_options
+from moe_coverage_plugin.serving.parallel_options import check_balancing
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
 from moe_coverage_plugin.serving.router import check_mask, mask_router
 from moe_coverage_plugin.serving.storage import ExpertStorage
@@ -37,16 +37,23 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         name: module path of the layer's experts in the checkpoint.
         widths_E: channels of every expert in the checkpoint.
         scheme: how their weights are stored.
+        holders_E: under expert parallelism, the rank that holds each expert. Experts that other ranks hold keep their
+            numbers, but have width 0 here.
 
     Raises:
-        CoverageError: expert parallelism or expert balancing is switched on, or a table of token ids would still
-            choose removed experts.
+        CoverageError: expert balancing is switched on, or a table of token ids would still choose removed experts.
     """
 
-    def __init__(self, moe: FusedMoEConfig, name: str, widths_E: Sequence[int], scheme: ExpertScheme) -> None:
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        name: str,
+        widths_E: Sequence[int],
+        scheme: ExpertScheme,
+        holders_E: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(moe)
-        parallel = moe.moe_parallel_config
-        check_options(parallel.use_ep, parallel.enable_eplb)
+        check_balancing(moe.moe_parallel_config.enable_eplb)
         if 0 in widths_E and compat.chooses_by_token_table(moe):
             raise CoverageError(
                 f"{name} lacks {list(widths_E).count(0)} of {len(widths_E)} experts, but its experts are chosen by a "
@@ -56,6 +63,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         self.name = name
         self.widths_E = widths_E
         self.scheme = scheme
+        self.holders_E = holders_E
         self.router_masked = False
         self.kernels: Callable[..., torch.Tensor] | None = None
 
@@ -72,7 +80,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
 
         Args:
             layer: the module that holds the parameters.
-            num_experts: experts that vLLM builds.
+            num_experts: experts that vLLM builds on this rank.
             hidden_size: input and output features of an expert.
             intermediate_size_per_partition: vLLM's one width for all experts, which is not read.
             params_dtype: dtype of plain weights, scales and biases.
@@ -82,9 +90,10 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             CoverageError: the checkpoint describes another layer, or the layer has an activation that is not
                 implemented.
         """
-        if num_experts != len(self.widths_E):
+        built = num_experts + compat.experts_on_other_ranks(self.moe)
+        if built != len(self.widths_E):
             raise CoverageError(
-                f"{self.name} has {len(self.widths_E)} experts in the checkpoint, vLLM builds {num_experts}: restore "
+                f"{self.name} has {len(self.widths_E)} experts in the checkpoint, vLLM builds {built}: restore "
                 "config.json if it was edited, or switch off the fusion of shared experts into this layer"
             )
         self.activation = compat.activation_name(layer)
@@ -95,14 +104,16 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
                 f"are plain {', '.join(ACTIVATIONS)}: prune again with layout='padded' or 'uniform', if vLLM loads "
                 "single experts of this family"
             )
+        parallel, entire = self.moe.moe_parallel_config, self.holders_E is not None
         self.storage = ExpertStorage(
             self.name,
             (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name or "", layer.ckpt_down_proj_name),
             self.widths_E,
             hidden_size,
             self.scheme,
-            rank=self.moe.moe_parallel_config.tp_rank,
-            world_size=self.moe.moe_parallel_config.tp_size,
+            rank=parallel.ep_rank if entire else parallel.tp_rank,
+            world_size=parallel.ep_size if entire else parallel.tp_size,
+            holders_E=self.holders_E,
         )
         self.storage.create_parameters(layer, params_dtype, self.moe.has_bias)
         self.layer_name = layer.layer_name

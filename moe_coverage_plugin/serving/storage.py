@@ -98,8 +98,11 @@ class ExpertStorage:
         scheme: how the checkpoint stores the weights.
         rank: number of this rank among the ranks that share the channels of every expert.
         world_size: number of these ranks.
+        holders_E: under expert parallelism, the rank that holds each expert, entire; ranks share no expert then.
 
     Attributes:
+        is_here_E: whether this rank holds each expert, or a part of it.
+        adds_bias_E: whether this rank adds the down bias of each expert; only one rank does, as outputs are summed.
         ranges_E: channels ``[start, stop)`` of every expert that this rank holds.
         stored: shapes in the checkpoint.
         local: shapes on this rank.
@@ -117,6 +120,7 @@ class ExpertStorage:
         scheme: ExpertScheme,
         rank: int = 0,
         world_size: int = 1,
+        holders_E: Sequence[int] | None = None,
     ) -> None:
         if scheme.group_size and hidden % scheme.group_size:
             raise CoverageError(
@@ -125,7 +129,14 @@ class ExpertStorage:
             )
         self.name, self.rank = name, rank
         self.projections = dict(zip((GATE, UP, DOWN), projections, strict=True))
-        self.ranges_E = rank_ranges(widths_E, scheme.shard_unit, rank, world_size)
+        self.is_here_E = [holder == rank for holder in holders_E or [rank] * len(widths_E)]
+        if holders_E is None:
+            self.adds_bias_E = [rank == 0] * len(widths_E)
+            self.ranges_E = rank_ranges(widths_E, scheme.shard_unit, rank, world_size)
+        else:
+            self.adds_bias_E = self.is_here_E
+            # of an expert that is elsewhere, this rank has no channel, so that it adds nothing to outputs
+            self.ranges_E = [(0, width * is_here) for width, is_here in zip(widths_E, self.is_here_E, strict=True)]
         self.stored = ExpertShapes(tuple(widths_E), hidden, scheme)
         self.local = ExpertShapes(tuple(stop - start for start, stop in self.ranges_E), hidden, scheme)
         self._expected: set[tuple[str, str, int]] = set()
@@ -149,7 +160,7 @@ class ExpertStorage:
             dtypes[ZERO_POINT] = torch.int32
         if has_bias:
             dtypes["bias"] = dtype
-        kept = [expert for expert, width in enumerate(self.stored.widths_E) if width]
+        kept = [e for e, width in enumerate(self.stored.widths_E) if width and self.is_here_E[e]]
         parts: tuple[tuple[Part, tuple[str, ...]], ...] = (("w13", (GATE, UP)), ("w2", (DOWN,)))
         for tensor, tensor_dtype in dtypes.items():
             for part, shards in parts:
@@ -193,11 +204,13 @@ class ExpertStorage:
             return_success: whether vLLM requests a result.
 
         Returns:
-            ``True`` if a result is requested.
+            If a result is requested, whether this rank holds the expert. Otherwise the tensor is not read.
 
         Raises:
             CoverageError: the shape does not match the widths, or the tensor was loaded before.
         """
+        if not self.is_here_E[expert_id]:
+            return False if return_success else None
         key = (tensor, shard_id, expert_id)
         if key in self._loaded:
             raise CoverageError(f"{self._path(key)} is in the checkpoint more than once: save the model again")
@@ -269,8 +282,7 @@ class ExpertStorage:
     def _part_of_rank(self, stored: torch.Tensor, tensor: str, shard_id: str, expert: int) -> torch.Tensor:
         start, stop = self.ranges_E[expert]
         if tensor == "bias":
-            # outputs of ranks are summed, so only one rank adds the down bias
-            stored = stored if shard_id != DOWN or self.rank == 0 else torch.zeros_like(stored)
+            stored = stored if shard_id != DOWN or self.adds_bias_E[expert] else torch.zeros_like(stored)
             stored = stored.unsqueeze(-1)
         if shard_id != DOWN:
             # the channels of a rank begin with the first row of a word

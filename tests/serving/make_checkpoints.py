@@ -124,6 +124,7 @@ CHECKPOINTS: Mapping[str, Spec] = {
     "ragged_fisher_p25_w4a16": Spec("fisher_p25_q4"),
     "ragged_fisher_p50_w4a16": Spec("fisher_p50_q4"),
     "ragged_shared_w4a16": Spec("coverage_p25_q4", "qwen2_moe"),
+    "ragged_shared_fp32": Spec("coverage_p25_q4_a64", "qwen2_moe", changes=TWO_FIFTHS | QUANTIZED_NOWHERE),
     "ragged_three_ranks": Spec("coverage_p25_q4_a64", config=FOR_THREE_RANKS),
     "ragged_mixtral": Spec("coverage_p25_q4_a64", "mixtral"),
     "ragged_glm4": Spec("coverage_p25_q4_a64", "glm4_moe"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -57,6 +58,7 @@ class RaggedExperts:
     Attributes:
         weights: experts for the reference, ``None`` if the width is 0.
         tensors: ``(tensor, shard, expert)`` to the tensor in the checkpoint.
+        holders: under expert parallelism, the rank that holds each expert; tests set it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RaggedExperts:
     ) -> None:
         self.widths, self.hidden, self.scheme = list(widths), hidden, scheme or ExpertScheme()
         self.dtype, self.bias = dtype, bias
+        self.holders: list[int] | None = None
         self.tensors: dict[tuple[str, str, int], torch.Tensor] = {}
         self.weights = [self._expert(e, width) if width else None for e, width in enumerate(widths)]
 
@@ -96,14 +99,14 @@ class RaggedExperts:
     def of_rank(self, storage: ExpertStorage) -> list[ExpertWeights | None]:
         """The experts for the reference, with the channels that a rank holds."""
         parts: list[ExpertWeights | None] = []
-        for expert, (start, stop) in zip(self.weights, storage.ranges_E, strict=True):
-            if expert is None:
+        for number, (expert, (start, stop)) in enumerate(zip(self.weights, storage.ranges_E, strict=True)):
+            if expert is None or not storage.is_here_E[number]:
                 parts.append(None)
                 continue
             gate, up, down, *biases = expert
             held = [gate[start:stop], up[start:stop], down[:, start:stop]]
             if biases[0] is not None:
-                held += [biases[0][start:stop], biases[1][start:stop], biases[2] * (storage.rank == 0)]
+                held += [biases[0][start:stop], biases[1][start:stop], biases[2] * storage.adds_bias_E[number]]
             parts.append(ExpertWeights(*held))
         return parts
 
@@ -113,13 +116,14 @@ class RaggedExperts:
 
     def storage(self, rank: int = 0, world_size: int = 1) -> tuple[ExpertStorage, torch.nn.Module]:
         """Empty parameters for these experts on one rank, filled with NaN where that is possible."""
-        storage = ExpertStorage(
-            "mlp.experts", tuple(PROJECTIONS.values()), self.widths, self.hidden, self.scheme, rank, world_size
-        )
-        layer = torch.nn.Module()
+        described = "mlp.experts", tuple(PROJECTIONS.values()), self.widths, self.hidden, self.scheme
+        storage = ExpertStorage(*described, rank, world_size, self.holders)
+        layer: Any = torch.nn.Module()
+        layer.is_here_E = storage.is_here_E
         storage.create_parameters(layer, self.dtype, self.bias)
-        for parameter in layer.parameters():
-            if parameter.is_floating_point():
+        for name, parameter in layer.named_parameters():
+            # down biases of experts on other ranks are not loaded
+            if parameter.is_floating_point() and (self.holders is None or name != "w2_bias"):
                 parameter.data.fill_(torch.nan)
         return storage, layer
 
@@ -130,17 +134,20 @@ class RaggedExperts:
         storage.check_complete()
         return storage, layer
 
-    def load(self, layer: torch.nn.Module, keys: Sequence[tuple[str, str, int]] | None = None) -> None:
+    def load(self, layer: Any, keys: Sequence[tuple[str, str, int]] | None = None) -> None:
         """Pass checkpoint tensors to the loaders, like vLLM."""
         for tensor, shard, expert in self.tensors if keys is None else keys:
             name = f"{'w2' if shard == DOWN else 'w13'}_{tensor}"
             param = getattr(layer, name)
+            is_here = layer.is_here_E[expert]
+            # a tensor without values cannot be read
+            stored = self.tensors[tensor, shard, expert] if is_here else torch.empty(0, device="meta")
             loaded = param.weight_loader(
                 param=param,
-                loaded_weight=self.tensors[tensor, shard, expert],
+                loaded_weight=stored,
                 weight_name=f"mlp.experts.{name}",
                 shard_id=shard,
                 expert_id=expert,
                 return_success=True,
             )
-            assert loaded is True
+            assert loaded is is_here

@@ -1,6 +1,6 @@
-"""Opens a checkpoint over several ranks, as a program in a process of its own.
+"""Opens checkpoints over several ranks, one after another, as a program in a process of its own.
 
-python -m tests.serving.ranks CHECKPOINT OPTIONS    prints one JSON object: outputs for prompts, and bytes of ranks
+python -m tests.serving.ranks OPTIONS CHECKPOINT...    prints a JSON object for each: outputs, and bytes of ranks
 
 vLLM's environment variables (``VLLM_DP_RANK`` and others) make the process one of several data-parallel ranks.
 """
@@ -115,29 +115,37 @@ def in_crowd(llm: Any, prompt_ids: list[int]) -> list[float]:
     return [each[token].logprob for each, token in zip(logprobs[1:], prompt_ids[1:], strict=True)]
 
 
-def start(path: Path, options: dict[str, Any], **environment: str) -> processes.Program:
-    """This program on a checkpoint, in a process of its own."""
-    arguments = ("-m", "tests.serving.ranks", path, json.dumps(options))
+def start(paths: Path | list[Path], options: dict[str, Any], **environment: str) -> processes.Program:
+    """This program on one checkpoint or several, in a process of its own."""
+    several = paths if isinstance(paths, list) else [paths]
+    arguments = ("-m", "tests.serving.ranks", json.dumps(options), *several)
     return processes.start(*arguments, cwd=REPOSITORY, env=os.environ | environment)
 
 
 def finish(*programs: processes.Program) -> list[dict[str, Any]]:
-    """The JSON objects that programs printed; if one fails, the others, which wait for it, are killed."""
+    """The JSON objects that programs printed, in order; if one fails, the others, which wait for it, are killed."""
     processes.finish(programs, timeout=300)
-    lines = [next(line for line in each.stdout.splitlines() if line.startswith('{"output"')) for each in programs]
+    lines = [line for each in programs for line in each.stdout.splitlines() if line.startswith('{"output"')]
     return [json.loads(line) for line in lines]
 
 
 def main() -> None:
-    """Generate from one prompt, a different one on each data-parallel rank."""
-    path, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    """Generate from one prompt of each checkpoint, a different one on each data-parallel rank."""
     from vllm.platforms import current_platform
 
-    number = int(os.environ.get("VLLM_DP_RANK", "0"))
     if current_platform.is_cpu():
         fork_workers()
     if current_platform.is_cpu() and "VLLM_DP_RANK" in os.environ:
         gather_tokens_on_cpus()
+    for path in sys.argv[2:]:
+        print(json.dumps(outputs(Path(path), json.loads(sys.argv[1]))), flush=True)
+
+
+def outputs(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """What an engine on a checkpoint generates, and bytes of its ranks."""
+    from vllm.platforms import current_platform
+
+    number = int(os.environ.get("VLLM_DP_RANK", "0"))
     llm = open_engine(path, worker_extension_cls="tests.serving.ranks.RankProbe", **options)
     if current_platform.is_cpu() and options.get("pipeline_parallel_size", 1) > 1:
         llm.collective_rpc("allocate_what_stages_exchange")
@@ -148,7 +156,9 @@ def main() -> None:
     found["logprobs_as_prompt"] = as_prompt[len(prompt_ids) - 1 :]
     if not current_platform.is_cpu():
         found["logprobs_in_crowd"] = in_crowd(llm, prompt_ids)
-    print(json.dumps({"output": found, "bytes_held": llm.collective_rpc("bytes_held")}), flush=True)
+    result = {"output": found, "bytes_held": llm.collective_rpc("bytes_held")}
+    llm.llm_engine.engine_core.shutdown()
+    return result
 
 
 if __name__ == "__main__":

@@ -206,7 +206,10 @@ def test_what_a_run_leaves_that_is_killed_while_it_saves() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_expert_parallel": True}, "enable_expert_parallel is set, .* serve without"),
+        (
+            {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+            "expert_placement_strategy is 'round_robin', .* serve without",
+        ),
         ({"enable_lora": True, "lora_target_modules": ["experts"]}, "lora_target_modules has 'experts'"),
     ],
 )
@@ -257,8 +260,9 @@ def test_layers_that_predict_several_tokens(tmp_path: Path, layers: int, name: s
 
 def test_models_run_by_transformers() -> None:
     """Options are checked there, too, and so are routers that would choose removed experts."""
-    with pytest.raises(ValueError, match="enable_expert_parallel is set"):
-        open_engine(checkpoint_path("ragged_fp32"), model_impl="transformers", enable_expert_parallel=True)
+    placed = {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"}
+    with pytest.raises(ValueError, match="expert_placement_strategy is 'round_robin'"):
+        open_engine(checkpoint_path("ragged_fp32"), model_impl="transformers", **placed)
     with pytest.raises(ValueError, match="routers may still choose experts that were removed"):
         open_engine(checkpoint_path("ragged_olmoe"), model_impl="transformers")
 

@@ -17,7 +17,6 @@ from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.serving import compat, register
 from moe_coverage_plugin.serving.config import CoverageConfig
-from moe_coverage_plugin.serving.deployment import check_options
 from moe_coverage_plugin.serving.linear import DecompressedLinearMethod
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
@@ -210,19 +209,6 @@ def test_layers_are_found_by_name_or_number(prefix: str) -> None:
 def test_layer_that_the_manifest_does_not_list(prefix: str) -> None:
     with pytest.raises(CoverageError, match=rf"{re.escape(prefix)} is not among the 2 layers"):
         CoverageConfig.from_config(quantization_config())._manifest_name(prefix)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ((True, False, False), "enable_expert_parallel"),
-        ((True, True, False), "enable_eplb"),
-        ((False, False, True), "enable_lora"),
-    ],
-)
-def test_unsupported_options(options: tuple[bool, bool, bool], name: str) -> None:
-    with pytest.raises(CoverageError, match=name):
-        check_options(*options)
 
 
 def test_hooks_are_entered_once_an_architecture() -> None:

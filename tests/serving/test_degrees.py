@@ -166,9 +166,20 @@ def test_inspect_lists_what_builds_for_gpus_take(name: str, monkeypatch: pytest.
     assert taken == [each for each in parallel["legal"] if each <= LIMIT]
 
 
-def is_taken(name: str, degree: int) -> bool:
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["padded_w4a16", "ragged_w4a16", "ragged_shared_fp32"])
+def test_inspect_lists_what_the_engine_takes_with_entire_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widths of experts, and their groups, limit no degree."""
+    monkeypatch.setattr(compat, "lacks_w4a16_moe", lambda: False)
+    monkeypatch.setattr(compat, "lacks_expert_parallel_moe", lambda: False)
+    legal = _summary(read_checkpoint(checkpoint_path(name)))["expert_parallel"]["legal"]
+    taken = [degree for degree in range(1, LIMIT + 1) if is_taken(name, degree, enable_expert_parallel=True)]
+    assert taken == [each for each in legal if each <= LIMIT]
+
+
+def is_taken(name: str, degree: int, **options: Any) -> bool:
     try:
-        configure(name, tensor_parallel_size=degree)
+        configure(name, tensor_parallel_size=degree, **options)
     except ValueError:
         return False
     return True

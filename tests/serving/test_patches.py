@@ -96,6 +96,16 @@ def test_cpu_router_without_groups_stops_at_sigmoid_scores() -> None:
         router.select_experts(hidden_states=torch.zeros(3, 4), router_logits=torch.zeros(3, 8))
 
 
+@ON_CPU
+def test_cpu_kernels_do_not_map_experts_to_those_of_a_rank() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    source = getsource(CPUUnquantizedExperts.apply)
+    assert "expert_map" in source
+    # the parameter, which nothing reads
+    assert source.count("expert_map") == 1
+
+
 @ON_AVX2
 @pytest.mark.parametrize("operator", ["cpu_gemm_wna16", "fused_experts_cpu"])
 def test_cpu_build_has_no_operators_for_4_bit_weights(operator: str) -> None:

@@ -117,6 +117,18 @@ def test_outputs_of_ranks_add_up(scheme: ExpertScheme, widths: list[int], world_
         assert_equal(experts, part, expected)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scheme", "widths"), SCHEMES)
+def test_outputs_of_ranks_with_entire_experts_add_up(scheme: ExpertScheme, widths: list[int], bias: bool) -> None:
+    """Experts keep their numbers; one rank holds none. Scales of activations are those of one rank, in 8 bits, too."""
+    experts = RaggedExperts(widths, scheme=scheme, bias=bias)
+    experts.holders = [expert % 2 for expert in range(len(widths))]
+    x, (weights, ids) = torch.randn(32, experts.hidden), route(widths, 32)
+    parts = [forward(experts, *experts.loaded(rank, 3), x, weights, ids) for rank in range(3)]
+    assert not parts[2].any()
+    assert_equal(experts, sum(parts), reference(experts, x, weights, ids))
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("width", [768, 640, 896])

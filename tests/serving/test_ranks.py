@@ -16,6 +16,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from moe_coverage_plugin.cli.checkpoint import read_checkpoint
+from moe_coverage_plugin.cli.inspection import _summary
 from moe_coverage_plugin.manifest import Manifest
 from moe_coverage_plugin.serving import register
 from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
@@ -61,9 +63,33 @@ def test_pipeline_of_two_ranks() -> None:
     assert 0 < experts[1] < experts[0] < layers[0]  # two layers, and one
 
 
-def test_three_data_parallel_ranks_beside_shared_experts() -> None:
-    """Three divide neither the width of an expert nor its quantization groups."""
-    path, ranks = checkpoint_path("ragged_shared_w4a16"), 3
+def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
+    """Experts of other ranks take no memory; attention and shared experts are still split, and summed once."""
+    paths = [checkpoint_path(name) for name in ("ragged_shared_fp32", "ragged_asymmetric", "padded_w4a16")]
+    process = start(
+        paths,
+        IN_PROCESSES | {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        VLLM_CPU_OMP_THREADS_BIND=f"{CORES[0]}|{CORES[-1]}",
+    )
+    for path, each in zip(paths, finish(process), strict=True):
+        output = each["output"]
+        assert_agrees(path, output["prompt_logprobs"])
+        decoded = torch.tensor(output["logprobs"]) - torch.tensor(output["logprobs_as_prompt"])
+        assert decoded.abs().max() <= LARGEST_FLOAT32
+        experts = [held for held, _ in each["bytes_held"]]
+        assert sum(experts) == stored_bytes_of_experts(path)
+        # the command shows the placement that the engine computes
+        ratio = max(experts) * 2 / sum(experts)
+        assert ratio < 1.02
+        shown = _summary(read_checkpoint(path))["expert_parallel"]
+        assert 2 in shown["legal"]
+        assert [each["bytes"] for ranks, each in shown["balance"].items() if ranks == "2"] in ([ratio], [])
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(3, {}), (2, {"enable_expert_parallel": True})])
+def test_data_parallel_ranks_beside_shared_experts(ranks: int, options: dict[str, Any]) -> None:
+    """Three divide neither the width of an expert nor its quantization groups; two hold entire experts."""
+    path = checkpoint_path("ragged_shared_w4a16")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -71,7 +97,7 @@ def test_three_data_parallel_ranks_beside_shared_experts() -> None:
     processes = [
         start(
             path,
-            {},
+            options,
             **shared,
             VLLM_DP_RANK=str(rank),
             VLLM_DP_RANK_LOCAL=str(rank),
@@ -86,7 +112,7 @@ def test_three_data_parallel_ranks_beside_shared_experts() -> None:
         assert_agrees(path, each["output"]["prompt_logprobs"])
     [experts] = zip(*([held for held, _ in each["bytes_held"]] for each in found), strict=True)
     assert sum(experts) == stored_bytes_of_experts(path)
-    assert max(experts) < stored_bytes_of_experts(path) / 2
+    assert max(experts) < 1.2 * sum(experts) / ranks
 
 
 def test_three_ranks_that_do_not_divide_the_width() -> None:

@@ -45,6 +45,25 @@ def test_ranks_share_the_stored_bytes(scheme: ExpertScheme, world_size: int) -> 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_with_entire_experts_take_the_stored_bytes(scheme: ExpertScheme) -> None:
+    """No scale is repeated, and a rank without experts takes nothing."""
+    experts = RaggedExperts(WIDTHS, scheme=scheme)
+    experts.holders = [0, 2, 2, 0, 2]
+    for rank in range(3):
+        _, layer = experts.loaded(rank, 3)
+        stored = sum(
+            tensor.nbytes
+            for (kind, _, expert), tensor in experts.tensors.items()
+            if kind != "weight_shape" and experts.holders[expert] == rank
+        )
+        assert sum(parameter.nbytes for parameter in layer.parameters()) == stored
+    storage, layer = experts.storage(0, 3)
+    experts.load(layer, [key for key in experts.tensors if key[2] != 3])
+    with pytest.raises(CoverageError, match=r"experts\.3\.gate_proj"):
+        storage.check_complete()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_complete_load_leaves_no_nan(scheme: ExpertScheme) -> None:
     experts = RaggedExperts(WIDTHS, scheme=scheme)
     storage, layer = experts.storage()

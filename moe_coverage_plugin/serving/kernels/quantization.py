@@ -95,6 +95,7 @@ def _launch(
         OF_EXPERTS=ids_M is not None,
         NUM_EXPERTS=0 if table_E4 is None else len(table_E4),
         UNIT=unit,
-        BLOCK_A=min(MAX_BLOCK, triton.next_power_of_2(x.shape[1])),
+        # a rank without channels of any expert still adds their biases
+        BLOCK_A=min(MAX_BLOCK, triton.next_power_of_2(max(1, x.shape[1]))),
     )
     return quantized, scale
