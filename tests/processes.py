@@ -4,8 +4,8 @@ A fresh interpreter takes ten seconds to import the toolkit or vLLM, a fork tens
 forked, the server, is itself a fork of the process of the tests, made when they have been collected, so it has
 imported what their files import. No test has run in it, it has one thread, and no operation of torch has started more.
 
-Tests of imports, of the time to start, of installed scripts and of memory start an interpreter instead. So do all
-programs on a machine with a GPU, whose driver does not work in forks.
+Tests of imports, of the time to start, of installed scripts and of the memory of a job start an interpreter instead.
+So do all programs on a machine with a GPU, whose driver does not work in forks.
 """
 
 from __future__ import annotations

@@ -84,6 +84,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return save(request.param(), tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(scope="module")
+def one_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Columns do not depend on the tokenizer."""
+    return save(bytes_alone(), tmp_path_factory.mktemp("one"))
+
+
 def files_of(documents: list[str], folder: Path) -> Iterator[Path]:
     (folder / "a.txt").write_text("".join(documents), encoding="utf-8")
     rows = [{"text": document} for document in documents]
@@ -193,11 +199,11 @@ def test_files_without_rows(tmp_path: Path, name: str) -> None:
         ("plain.txt", b'{"body": "w5"}'),
     ],
 )
-def test_columns_are_those_of_the_loaders(directory: Path, tmp_path: Path, name: str, content: bytes) -> None:
+def test_columns_are_those_of_the_loaders(one_directory: Path, tmp_path: Path, name: str, content: bytes) -> None:
     """The message is that of the loader; where that reads the file, there is none."""
     path = tmp_path / name
     path.write_bytes(content)
-    early, late = (message_of(path, directory, check) for check in (True, False))
+    early, late = (message_of(path, one_directory, check) for check in (True, False))
     assert early in (None, late)
     if name.partition(".")[0] in ("chat", "other", "number"):
         assert early is not None
@@ -214,6 +220,6 @@ def message_of(path: Path, directory: Path, early: bool) -> str | None:
     return None
 
 
-def test_columns_of_parquet(directory: Path, tmp_path: Path) -> None:
+def test_columns_of_parquet(one_directory: Path, tmp_path: Path) -> None:
     Dataset.from_dict({"body": ["a"]}).to_parquet(path := tmp_path / "a.parquet")
-    assert message_of(path, directory, early=True) == message_of(path, directory, early=False)
+    assert message_of(path, one_directory, early=True) == message_of(path, one_directory, early=False)
