@@ -66,7 +66,8 @@ def pruning_record(
         report=_report(plan, view) | {"weight_bytes_before": bytes_before},
         companions=companions,
         origin=origin,
-        tokens=dict(zip(plan.scores.names, plan.scores.tokens_LE.tolist(), strict=True)),
+        # scores may be a user's own
+        tokens=dict(zip(plan.scores.names, plan.scores.tokens_LE.clamp(min=0).tolist(), strict=True)),
     )
 
 

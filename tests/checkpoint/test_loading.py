@@ -272,7 +272,7 @@ def test_a_manifest_of_another_length(damaged):
     path, _ = damaged
     widths = config_json(path)["quantization_config"]["moe_coverage"]["widths"]
     first = next(iter(widths))
-    edit_entry(path, widths=widths | {first: widths[first][:-1]})
+    edit_entry(path, widths=widths | {first: widths[first][:-1]}, tokens={})
     with pytest.raises(CoverageError, match=r"but model.layers.0.mlp.experts has 7 experts in the manifest"):
         load(path)
 
@@ -280,7 +280,7 @@ def test_a_manifest_of_another_length(damaged):
 def test_a_manifest_without_a_layer(damaged):
     path, _ = damaged
     widths = config_json(path)["quantization_config"]["moe_coverage"]["widths"]
-    edit_entry(path, widths=dict(list(widths.items())[:1]))
+    edit_entry(path, widths=dict(list(widths.items())[:1]), tokens={})
     with pytest.raises(CoverageError, match=r"of model.layers.1.mlp.experts, which the manifest does not name"):
         load(path)
 
