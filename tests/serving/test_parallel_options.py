@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
+from moe_coverage_plugin.cli.checkpoint import read_checkpoint
+from moe_coverage_plugin.cli.expert_ranks import _bits, _stored_experts
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
+from moe_coverage_plugin.serving.config import CoverageConfig
 from moe_coverage_plugin.serving.parallel_options import (
     check_balancing,
     check_data_parallel,
@@ -42,6 +45,18 @@ def test_before_a_process_starts(name: str, options: dict[str, Any], message: st
 @pytest.mark.parametrize("name", ["ragged_fp32", "ragged_shared_fp32", "padded_w4a16"])
 def test_expert_parallel_ranks(name: str) -> None:
     configure(name)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["ragged_fp32", "ragged_fp8_exact", "ragged_asymmetric", "ragged_float8_attention"])
+def test_inspect_and_the_engine_place_by_equal_loads(name: str) -> None:
+    """The command reads how experts are stored from the files, an engine from the config."""
+    checkpoint = read_checkpoint(checkpoint_path(name))
+    stored = _stored_experts(checkpoint)
+    schemes = CoverageConfig.from_config(dict(checkpoint.quantization)).schemes
+    assert {layer: _bits(checkpoint, experts) for layer, experts in stored.items()} == {
+        layer: scheme.bits for layer, scheme in schemes.items()
+    }
 
 
 @pytest.mark.engine
