@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import transformers.conversion_mapping as conversion_mapping
 from compressed_tensors.offload import OffloadCache, disable_onloading
 from torch.nn import Module
-from transformers import PreTrainedModel, conversion_mapping
+from transformers import PreTrainedModel
 
 from moe_coverage_plugin.files.mtp import is_mtp_name
 from moe_coverage_plugin.manifest import CoverageError
