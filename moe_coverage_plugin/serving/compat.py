@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 VLLM_CPU_INT8_OPERATOR = "onednn_scaled_mm"
-TRANSFORMERS_BACKENDS = "Transformers"
 TRACKING = "enable_weights_track"
 NO_ONE_WIDTH = -1
 """Expert width on each rank if experts have no width in common; a method that allocates by it stops at once."""
@@ -302,18 +301,18 @@ def check_model_config(check: Callable[[str, Any], None]) -> None:
 
 
 def check_engine_config(architectures: Iterable[str], check: Callable[[VllmConfig], None]) -> None:
-    """Run ``check`` on the configuration of every engine of these architectures, in the user's process.
+    """Run ``check`` on the configuration of every engine, in the user's process, from now on.
 
     An error in the engine's process reaches the user only as "see root cause above". vLLM's table of hooks by
     architecture is the one place outside its source that receives the complete configuration before that process
-    starts. Written for 0.26 and 0.32, which both have the table.
+    starts. All of vLLM's architectures are entered, because a model of ours may be the draft of any other. Written for
+    0.26 and 0.32, which both have the table.
 
     Args:
-        architectures: names of model classes; vLLM's classes for models that transformers runs are added.
+        architectures: names of model classes that vLLM may not list.
         check: raises an error if the engine must not start.
     """
-    backends = (name for name in ModelRegistry.get_supported_archs() if name.startswith(TRANSFORMERS_BACKENDS))
-    for architecture in (*architectures, *backends):
+    for architecture in {*architectures, *ModelRegistry.get_supported_archs()}:
         known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
         if getattr(known, "coverage_check", None) is check:
             continue

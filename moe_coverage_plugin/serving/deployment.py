@@ -14,7 +14,7 @@ from moe_coverage_plugin.serving.parallel_options import check_parallel, check_s
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import OffloadConfig, VllmConfig
+    from vllm.config import ModelConfig, OffloadConfig, ParallelConfig, VllmConfig
 
 # of the method
 NO_DRAFT = (
@@ -34,15 +34,36 @@ def serves_experts(manifest: Manifest, quantized: bool) -> bool:
 
 
 def check_deployment(vllm_config: VllmConfig) -> None:
-    """Check a complete engine configuration before any process starts.
+    """Check a complete engine configuration before any process starts: the model, and a draft model beside it.
+
+    Raises:
+        CoverageError: the experts of a checkpoint cannot be served with these options.
+    """
+    check_model(vllm_config, vllm_config.model_config, vllm_config.parallel_config)
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    # without a model of its own, a method has the model's configuration as its draft's
+    if speculative is None or draft is None or draft.model == vllm_config.model_config.model:
+        return
+    try:
+        check_model(vllm_config, draft, speculative.draft_parallel_config)
+    except CoverageError as error:
+        raise CoverageError(f"the draft model {draft.model} cannot be served: {error}") from error
+
+
+def check_model(vllm_config: VllmConfig, model_config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check one model of an engine.
+
+    Args:
+        vllm_config: of the engine.
+        model_config: of the model.
+        parallel: the ranks of the model.
 
     Raises:
         CoverageError: the experts of the checkpoint cannot be served with these options.
     """
-    model_config = vllm_config.model_config
     quantization_config: dict[str, Any] = model_config.model_arch_config.quantization_config or {}
     manifest = Manifest.from_quantization_config(quantization_config)
-    parallel = vllm_config.parallel_config
     expert_parallel = parallel.enable_expert_parallel
     ranks_of_experts = parallel.tensor_parallel_size * parallel.data_parallel_size
     # in 16 bits and one width, the entry is at the top level, and vLLM asks no quantization config
@@ -66,17 +87,25 @@ def check_deployment(vllm_config: VllmConfig) -> None:
     if not ours:
         check_stock_experts(expert_parallel, ranks_of_experts)
         return
-    # not for stock methods, whose experts have parameters that no checkpoint fills
-    compat.require_all_weights(vllm_config)
     check_parallel(parallel)
+    check_features(vllm_config, model_config, manifest)
+    if model_config is not vllm_config.model_config:
+        return
+    # of the model alone: the draft has the same loader, whose options stock models may not take, and no adapters.
+    # Not for stock methods, whose experts have parameters that no checkpoint fills
+    compat.require_all_weights(vllm_config)
     if vllm_config.lora_config is not None:
         check_lora_options(vllm_config.lora_config)
         check_adapters_of_requests(vllm_config.lora_config)
-    check_features(vllm_config, manifest)
 
 
-def check_features(vllm_config: VllmConfig, manifest: Manifest) -> None:
+def check_features(vllm_config: VllmConfig, model_config: ModelConfig, manifest: Manifest) -> None:
     """Check options that would silently have no effect, or would stop later with an error about something else.
+
+    Args:
+        vllm_config: of the engine.
+        model_config: of one of its models.
+        manifest: of this model's checkpoint.
 
     Raises:
         CoverageError: an option is not supported.
@@ -95,7 +124,7 @@ def check_features(vllm_config: VllmConfig, manifest: Manifest) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and "mtp" in str(speculative.method):
         raise CoverageError(NO_DRAFT.format(speculative.method))
-    if vllm_config.model_config.using_transformers_backend() and manifest.removed_experts:
+    if model_config.using_transformers_backend() and manifest.removed_experts:
         raise CoverageError(
             "the model is run by transformers (model_impl), whose routers may still choose experts that were removed: "
             "serve it with vLLM's own class, or prune again with layout='padded', which removes none"

@@ -15,6 +15,7 @@ from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.parallel_options import check_balancing
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
+from moe_coverage_plugin.serving.ragged_weights import IDS_DTYPE
 from moe_coverage_plugin.serving.router import check_mask, mask_router
 from moe_coverage_plugin.serving.storage import ExpertStorage
 
@@ -173,6 +174,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         of_layer = self.activation, layer.apply_router_weight_on_input
         if compile_ahead(weights, self.moe.experts_per_token, self.moe.in_dtype, *of_layer):
             logger.info("Kernels for experts of unequal width are compiled")
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """The dtype that vLLM's runner asks routers for; kernels are compiled for it before the first request."""
+        return IDS_DTYPE
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:  # noqa: ARG002
         """Return a description without scales, because none of vLLM's kernels runs."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+IDS_DTYPE, ROUTING_WEIGHT_DTYPE = torch.int32, torch.float32
+"""Of what routers deliver: numbers of experts as they are asked for, and weights as all routers of vLLM have them."""
 
 
 class RaggedWeights(NamedTuple):

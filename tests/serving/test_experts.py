@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 
 from moe_coverage_plugin.expert_scheme import ExpertScheme
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving.experts import RaggedExpertsMethod, announce_slow_path
+from moe_coverage_plugin.serving.ragged_weights import IDS_DTYPE, ROUTING_WEIGHT_DTYPE
 
 NAME = "model.layers.1.mlp.experts"
 
@@ -41,6 +45,19 @@ def test_experts_chosen_by_a_table_cannot_be_removed() -> None:
         method([64, 0, 0, 128], has_hash_routing=True)
     assert method([64, 32, 8, 128], has_hash_routing=True).widths_E == [64, 32, 8, 128]
     assert method([64, 0, 0, 128]).widths_E == [64, 0, 0, 128]
+
+
+def test_routers_deliver_the_dtypes_that_kernels_are_compiled_for() -> None:
+    """Also a model's own function that computes in others, as vLLM's runner calls it."""
+
+    def choose(gating_output: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return gating_output.sigmoid().topk(topk)
+
+    router = CustomRoutingRouter(2, 4, custom_routing_function=choose)
+    logits = torch.randn(3, 4, dtype=torch.bfloat16)
+    asked = method([64, 32, 8, 128]).topk_indices_dtype
+    weights, ids = router.select_experts(torch.zeros(3, 8), logits, topk_indices_dtype=asked)
+    assert (weights.dtype, ids.dtype) == (ROUTING_WEIGHT_DTYPE, IDS_DTYPE)
 
 
 def test_slow_path_is_logged_once_per_reason(log: list[str]) -> None:

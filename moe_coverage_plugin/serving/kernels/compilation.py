@@ -10,6 +10,7 @@ from moe_coverage_plugin.serving.kernels.launch import ragged_experts, shared_me
 from moe_coverage_plugin.serving.kernels.routing import ONE_KERNEL_LIMITS
 from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, all_plans
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
+from moe_coverage_plugin.serving.ragged_weights import IDS_DTYPE, ROUTING_WEIGHT_DTYPE
 
 _Kind = tuple[object, ...]
 _compiled: set[_Kind] = set()
@@ -38,8 +39,9 @@ def compile_ahead(
     shared = shared_memory(weights.table_E4.device)
     for plan, tokens in plans_and_tokens(weights.bits, dtype.itemsize, top_k, shared):
         x_TH = torch.zeros(tokens, weights.hidden, dtype=dtype, device=weights.table_E4.device)
-        ids_TK = torch.zeros(tokens, top_k, dtype=torch.int32, device=x_TH.device)
-        ragged_experts(x_TH, ids_TK.float(), ids_TK, weights, activation, weight_on_input, plan)
+        ids_TK = torch.zeros(tokens, top_k, dtype=IDS_DTYPE, device=x_TH.device)
+        routing_weight_TK = ids_TK.to(ROUTING_WEIGHT_DTYPE)
+        ragged_experts(x_TH, routing_weight_TK, ids_TK, weights, activation, weight_on_input, plan)
     _compiled.add(kind)
     return True
 
