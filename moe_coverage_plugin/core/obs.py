@@ -81,7 +81,7 @@ def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) ->
     """
     assert gram_EII.shape == curvature_EII.shape
     curvature = _Updated(curvature_EII.to(gram_EII.device, torch.float64, copy=True))
-    inverse_EII, active_E = _inverse(gram_EII.double(), ridge)
+    inverse_EII, active_E = _inverse(gram_EII.to(torch.float64, copy=True), ridge)
     inverse = _Updated(inverse_EII)
     scores_EI = torch.zeros_like(inverse_EII[:, 0])
     removed_EI = torch.zeros_like(scores_EI, dtype=torch.bool)
@@ -135,13 +135,15 @@ class _Updated:
 
 
 def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Inverses with the ridge, and which experts have activations; the others get the identity."""
+    """Inverses with the ridge, and which experts have activations; the others get the identity.
+
+    ``gram_EII`` is changed, because a copy of it would be the largest tensor of all.
+    """
     scale_E = _diagonal(gram_EII).mean(-1)
     active_E = scale_E > 0
-    identity_II = torch.eye(gram_EII.shape[-1], dtype=gram_EII.dtype, device=gram_EII.device)
-    regular_EII = gram_EII + (ridge * scale_E)[:, None, None] * identity_II
-    regular_EII = torch.where(active_E[:, None, None], regular_EII, identity_II)
-    return torch.cholesky_inverse(torch.linalg.cholesky(regular_EII)), active_E
+    _diagonal(gram_EII).add_((ridge * scale_E)[:, None])
+    gram_EII[~active_E] = torch.eye(gram_EII.shape[-1], dtype=gram_EII.dtype, device=gram_EII.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram_EII)), active_E
 
 
 def _remove_channel(inverse: _Updated, curvature: _Updated, channel_E1: Tensor) -> None:

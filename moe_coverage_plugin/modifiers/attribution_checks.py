@@ -14,11 +14,15 @@ from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.interactions import EXPERTS
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, projections, uniform_shape
 from moe_coverage_plugin.options import AttributionOptions
+
+# float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
+MATRICES = 8
 
 
 def check_predicted_tokens(options: AttributionOptions, batches: Sequence[dict[str, Tensor]]) -> None:
@@ -46,9 +50,8 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
         return
     experts, channels = uniform_shape(layers)
     down = projections(layers[0].mlps[0])["down_proj"]
-    # the moments of output gradients of all layers in 32 bits, and eight float64 matrices per expert of one layer,
-    # the measured peak of obs_scores with the sums that it gets
-    needed = len(layers) * 4 * down.out_features**2 + 8 * 8 * experts * channels**2
+    # the moments of output gradients of all layers in 32 bits, and the matrices of experts that are scored together
+    needed = len(layers) * 4 * down.out_features**2 + MATRICES * 8 * min(experts, EXPERTS) * channels**2
     device = get_execution_device(down)
     cuda = isinstance(device, torch.device) and device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available

@@ -42,7 +42,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     Weights are quantized by the toolkit's GPTQ. What differs is where its Hessian matrices are from: those of an
     expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
-    ``gate_proj`` and ``up_proj`` of an expert are quantized first, ``down_proj`` for the activations that it gets then.
+    ``gate_proj`` and ``up_proj`` are quantized first, then ``down_proj`` for the activations that it gets.
 
     Directly behind ``ChannelPruningModifier(reconstruct=True)`` there is no pass: each layer is quantized right after
     it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``.

@@ -1,0 +1,52 @@
+"""What the memory check of ``obs`` says, compared with what scoring takes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_coverage_plugin.core.obs import obs_scores
+from moe_coverage_plugin.core.reconstruction import gram
+from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within the context take at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._now = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
+                self._seen.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return output
+
+    def _add(self, count: int) -> None:
+        self._now += count
+        self.bytes = max(self.bytes, self._now)
+
+
+def test_the_check_counts_what_scoring_takes():
+    """As for a chunk of experts: both halves of Gram matrices in float32, and curvature."""
+    experts, channels = 8, 64
+    with Peak() as peak:
+        grams_2DII = torch.zeros(2, experts, channels, channels)
+        for half_DII in grams_2DII:
+            for gram_II in half_DII:
+                gram_II += gram(torch.randn(2 * channels, channels), torch.ones(2 * channels))
+        gram_DII = grams_2DII.sum(0)
+        del grams_2DII, half_DII, gram_II
+        curvature = [each.clone() for each in gram_DII]
+        obs_scores(gram_DII, torch.stack(curvature))
+    counted = MATRICES * 8 * experts * channels**2
+    assert 0.8 * counted < peak.bytes < counted
