@@ -225,7 +225,7 @@ def _best_exchange(
     best: tuple[int, int, int | None] | None = None
     for expert in full:
         # the gap becomes gap - 2 * moved
-        wanted = bisect_left(others, (load_E[expert] - gap / 2, -1))
+        wanted = bisect_left(others, (load_E[expert] - gap // 2, -1))
         nearest = others[max(0, wanted - NEIGHBORS) : wanted + NEIGHBORS]
         for load, other in (*nearest, (0, None)):
             moved = load_E[expert] - load

@@ -43,10 +43,11 @@ def rank_balance(checkpoint: Checkpoint) -> dict[str, Any]:
     balance = {}
     for ranks in (ranks for ranks in SHOWN_RANKS if ranks <= max(map(len, manifest.widths.values()))):
         by_number = [contiguous(len(layer.size_E), ranks) for layer in planned]
+        placements = ("", place_experts(planned, ranks)), ("_by_number", by_number)
         balance[str(ranks)] = {
             f"{name}{suffix}": ratio(measured, placement, ranks) if known else None
             for name, ratio, known in (("bytes", size_ratio, True), ("work", work_ratio, tokens_known))
-            for suffix, placement in (("", place_experts(planned, ranks)), ("_by_number", by_number))
+            for suffix, placement in placements
         }
     return balance
 
