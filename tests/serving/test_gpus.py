@@ -58,22 +58,24 @@ def test_graphs(name: str) -> None:
 
 @SEVERAL_CARDS
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "options"),
     [
-        ("ragged_w4a16_a64", "tensor_parallel_size"),
-        ("ragged_bf16", "tensor_parallel_size"),
-        ("ragged_fp8", "tensor_parallel_size"),
-        ("ragged_w4a16_a64", "pipeline_parallel_size"),
+        ("ragged_w4a16_a64", {"tensor_parallel_size": 2}),
+        ("ragged_bf16", {"tensor_parallel_size": 2}),
+        ("ragged_fp8", {"tensor_parallel_size": 2}),
+        ("ragged_w4a16_a64", {"pipeline_parallel_size": 2}),
+        ("ragged_shared_fp32", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("ragged_asymmetric", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
-def test_two_cards(name: str, kind: str) -> None:
+def test_two_cards(name: str, options: dict[str, Any]) -> None:
     path = checkpoint_path(name)
-    [found] = finish(start(path, TWO_CARDS | {kind: 2}, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
+    [found] = finish(start(path, TWO_CARDS | options, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
     assert_right(path, found["output"])
     experts = [held for held, _ in found["bytes_held"]]
     stored = stored_bytes_of_experts(path, DTYPE)
     assert stored <= sum(experts) <= stored * (1 + MOST_PADDING.get(name, 0))
-    assert kind == "pipeline_parallel_size" or max(experts) <= 1.05 * sum(experts) / 2
+    assert "pipeline_parallel_size" in options or max(experts) <= 1.05 * sum(experts) / 2
 
 
 @SEVERAL_CARDS
