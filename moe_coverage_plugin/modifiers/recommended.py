@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.quant_scheme import is_preset_scheme, preset_name_to_scheme
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -16,6 +15,7 @@ from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
+from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # routing stays in full precision: the head, and the gates of shared experts if a model has them
 NEVER_QUANTIZED = ["lm_head", "re:.*shared_expert_gate$"]
@@ -39,7 +39,7 @@ def recommended_recipe(
             that do not divide the blocks become as small as needed.
         ignore: more layers to leave in full precision, names or ``re:`` patterns; for instance a dense layer whose
             width is not a multiple of the group size.
-        gptq: quantize integer weights by GPTQ, which takes a calibration pass; otherwise they are rounded to nearest.
+        gptq: quantize integer weights by GPTQ, in the pass of the reconstruction; otherwise round them to nearest.
 
     Raises:
         CoverageError: a value out of range, or an unknown scheme. ``oneshot`` checks the rest when it initializes.
@@ -53,7 +53,7 @@ def recommended_recipe(
     if scheme is not None:
         fitting = _fitting_scheme(scheme, block_size)
         integers = fitting.weights is not None and fitting.weights.type == QuantizationType.INT
-        quantizer = GPTQModifier if gptq and integers else QuantizationModifier
+        quantizer = LayerwiseGPTQModifier if gptq and integers else QuantizationModifier
         modifiers.append(quantizer(config_groups={"group_0": fitting}, ignore=[*NEVER_QUANTIZED, *ignore]))
     return modifiers
 
