@@ -1,4 +1,4 @@
-"""All code that depends on the release or build of vLLM.
+"""All code that depends on the release or build of vLLM, except that of adapters, see ``adapters``.
 
 Written for vLLM 0.26 (run on GPUs) and 0.32 (run on CPUs); names and signatures were also compared with 0.33. In these
 releases an MoE layer is a runner (router, gate, shared experts) around ``RoutedExperts`` (weights), and the user's
