@@ -54,6 +54,26 @@ def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     return next_BS
 
 
+@torch.no_grad()
+def drawn_tokens(logits_BSV: Tensor, targets_BS: Tensor, generator: torch.Generator) -> Tensor:
+    """``[B, S]`` int64: tokens drawn from ``softmax(logits)`` at positions whose target counts, ``-100`` at others.
+
+    Gradients of their loss have the curvature of the true Fisher information as their second moment, those of given
+    tokens that of the empirical one.
+
+    Args:
+        logits_BSV: of the model.
+        targets_BS: :func:`next_tokens`.
+        generator: on the device of the logits.
+    """
+    logits_TV, targets_T = logits_BSV.detach().flatten(0, 1), targets_BS.to(logits_BSV.device).flatten()
+    drawn_T = torch.full_like(targets_T, IGNORED)
+    for chunk in (targets_T != IGNORED).nonzero().flatten().split(CHUNK_POSITIONS):
+        probs = torch.softmax(logits_TV[chunk].to(torch.promote_types(logits_TV.dtype, torch.float32)), -1)
+        drawn_T[chunk] = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    return drawn_T.view_as(targets_BS)
+
+
 def check_predicted(batches: Iterable[Mapping[str, Tensor]], which: str, measured: str) -> None:
     """Check that the batches of any rank have a token to predict.
 

@@ -8,6 +8,7 @@ forward pass keeps the inputs of the decoder layers, and the backward pass compu
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,12 +25,19 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.gradients import GradientObserver
-from moe_coverage_plugin.calibration.next_token import check_loss, loss_gradient, model_inputs, next_tokens
+from moe_coverage_plugin.calibration.next_token import (
+    check_loss,
+    drawn_tokens,
+    loss_gradient,
+    model_inputs,
+    next_tokens,
+)
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype, without_hooks
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.options.pruning import Labels
 
 Batch = Mapping[str, Tensor]
 
@@ -40,6 +48,7 @@ def observe_batches(
     batches: Sequence[Batch],
     observers: Sequence[LayerObserver],
     gradients: Sequence[GradientObserver],
+    labels: Labels = "text",
 ) -> None:
     """Run every batch through the model and pass the values inside the experts of each layer to the observers.
 
@@ -51,12 +60,13 @@ def observe_batches(
         batches: model inputs with ``input_ids``, ``attention_mask`` if padded, and ``labels`` if prompts are masked.
         observers: one for each layer.
         gradients: one for each of ``observers``, or none.
+        labels: tokens whose loss is differentiated.
 
     Raises:
         CoverageError: activations or the loss are not finite, or no gradient reaches an expert.
     """
     padding = _Padding()
-    run = _backward if gradients else _forward
+    run = partial(_backward, labels=labels) if gradients else _forward
     with ExitStack() as stack:
         # first, so that the backward pass computes decoder layers again in this dtype
         stack.enter_context(fast_compute_dtype(model))
@@ -118,10 +128,15 @@ def _forward(model: PreTrainedModel, batch: Batch) -> int:
 
 
 @torch.enable_grad()
-def _backward(model: PreTrainedModel, batch: Batch) -> int:
+def _backward(model: PreTrainedModel, batch: Batch, labels: Labels) -> int:
     """Forward and backward; the number of tokens predicted."""
     logits_BSV = model(**model_inputs(model, batch)).logits
-    loss, tokens, logits_grad_BSV = loss_gradient(logits_BSV, next_tokens(batch))
+    targets_BS = next_tokens(batch)
+    if labels == "model":
+        # the same draws for the same batch, in each run and on any rank
+        seed = zlib.crc32(batch["input_ids"].cpu().numpy().tobytes())
+        targets_BS = drawn_tokens(logits_BSV, targets_BS, torch.Generator(logits_BSV.device).manual_seed(seed))
+    loss, tokens, logits_grad_BSV = loss_gradient(logits_BSV, targets_BS)
     check_loss(loss)
     if not logits_BSV.requires_grad:
         raise CoverageError(

@@ -214,7 +214,7 @@ class AttributionModifier(AttributionOptions, Modifier):
     def _measure(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> AttributionScores:
         observers = [LayerObserver(layer, self.channel_metric, self.ema) for layer in self._layers]
         gradients = [GradientObserver(layer, self.channel_metric) for layer in self._layers if self.uses_gradients]
-        observe_batches(model, batches, observers, gradients)
+        observe_batches(model, batches, observers, gradients, self.labels)
         sums_L = gather_sums(observers, gradients)
         if self.channel_metric == "obs":
             channels_LEI = interaction_scores(model, self._layers, batches, sums_L)

@@ -34,6 +34,8 @@ RemainderRule = Literal["l-r-c", "l-r-s"]
 
 Refit = Literal["all", "down"]
 
+Labels = Literal["text", "model"]
+
 
 class AttributionOptions(Options):
     """What is measured on the calibration data."""
@@ -54,6 +56,13 @@ class AttributionOptions(Options):
     In closed form, at no extra cost: ``first_order`` (the paper's attribution) or ``second_order`` (the exact loss of
     removing the expert). From gradients, with ``u_t = <dNLL/dz_t, z_t>``: ``nll_signed`` (``-sum_t u_t``),
     ``nll_absolute`` (``sum_t |u_t|``) or ``nll_squared`` (``sum_t u_t^2``).
+    """
+
+    labels: Labels = "text"
+    """Next tokens whose loss is differentiated.
+
+    ``text``: those of the calibration text (empirical Fisher). ``model``: drawn from the model's prediction at every
+    position (true Fisher), for text that the model would not write. Its own text has drawn tokens already.
     """
 
     layer_noise: float | None = Field(default=None, gt=0, le=1)
@@ -93,6 +102,11 @@ class AttributionOptions(Options):
 
     @model_validator(mode="after")
     def _check_attribution(self) -> Self:
+        if not self.uses_gradients and self.labels != "text":
+            raise CoverageError(
+                f"labels={self.labels!r} would do nothing with {self.spell('channel_metric', self.channel_metric)}, "
+                "which needs no loss: leave it out, or choose channel_metric='obs'"
+            )
         if self.ema is not None and self.uses_gradients:
             by_gradients = "channel_metric" if self.channel_metric in GRADIENT_METRICS else "expert_importance"
             raise CoverageError(

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moe_coverage_plugin import CoverageError
-from moe_coverage_plugin.calibration import next_token
+from moe_coverage_plugin.calibration import next_token, observation
 from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.next_token import drawn_tokens
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
@@ -224,3 +225,42 @@ def test_loss_gradient_in_chunks_of_positions(monkeypatch):
     torch.testing.assert_close(found.loss, loss.detach())
     torch.testing.assert_close(found.logits_grad_BSV, logits.grad)
     assert found.tokens == 10
+
+
+# --- labels drawn from the model
+
+
+def test_drawn_tokens_have_the_models_frequencies():
+    """At positions that count; others stay without a target."""
+    logits_V = torch.tensor([1.0, 0.0, -2.0, 3.0])
+    targets_BS = torch.zeros(2, 5000).long()
+    targets_BS[:, ::2] = -100
+    drawn_BS = drawn_tokens(logits_V.expand(2, 5000, 4), targets_BS, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn_BS == -100, targets_BS == -100)
+    shares_V = torch.bincount(drawn_BS[drawn_BS >= 0], minlength=4) / 5000
+    torch.testing.assert_close(shares_V, logits_V.softmax(-1), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_scores_of_drawn_labels_equal_autograd(family, batch_size: int, monkeypatch: pytest.MonkeyPatch):
+    """With the drawn tokens as labels; the same in every run, and not those of the text."""
+    dataset = padded_with_prompts(labelled=True)
+    drawn: list[Tensor] = []
+    draw = observation.drawn_tokens
+
+    def recorded(*args: Any) -> Tensor:
+        drawn.append(draw(*args))
+        return drawn[-1]
+
+    monkeypatch.setattr(observation, "drawn_tokens", recorded)
+    run = {"attribution": {"channel_metric": "fisher", "labels": "model"}, "batch_size": batch_size}
+    scores, again = (observe(family, dataset, **run) for _ in range(2))
+    batches = batches_of(dataset, batch_size)
+    assert len(drawn) == 2 * len(batches)
+    assert torch.equal(scores.channels_LEI, again.channels_LEI)
+    for batch, next_BS in zip(batches, drawn, strict=False):
+        # the label of a position is the token at it, so the next tokens move one place to the right
+        batch["labels"] = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=-100)
+    assert_equal(scores, reference(open_stock(family, linear=True), batches), "fisher")
+    text = observe(family, dataset, {"channel_metric": "fisher"}, batch_size=batch_size)
+    assert not torch.allclose(text.channels_LEI, scores.channels_LEI, rtol=1e-2)

@@ -91,6 +91,11 @@ def test_unknown_choice_names_the_known(options: type[Options], name: str) -> No
         ),
         (AlignmentOptions, {"min_width": 64}, "min_width=64 would do nothing with strategy='blocks'"),
         (AlignmentOptions, {"strategy": "blocks", "rule": "l-r-s"}, "rule='l-r-s' would do nothing"),
+        (
+            AttributionOptions,
+            {"labels": "model", "channel_metric": "activation"},
+            "labels='model' would do nothing with",
+        ),
         (AttributionOptions, {"ema": 0.9}, "ema=0.9 does not average gradients, which channel_metric='obs' needs"),
         (
             AttributionOptions,
