@@ -42,7 +42,6 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     Weights are quantized by the toolkit's GPTQ. What differs is where its Hessian matrices are from: those of an
     expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
-    ``gate_proj`` and ``up_proj`` are quantized first, then ``down_proj`` for the activations that it gets.
 
     Directly behind ``ChannelPruningModifier(reconstruct=True)`` there is no pass: each layer is quantized right after
     it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``.
@@ -146,16 +145,12 @@ class LayerwiseGPTQModifier(GPTQModifier):
         widths = layer.widths
         kept = [index for index in (range(len(widths)) if experts is None else experts) if widths[index]]
         for first in range(0, len(kept), EXPERTS):
-            functions = {index: ExpertFunction(layer, index) for index in kept[first : first + EXPERTS]}
             hessians: dict[Module, Tensor] = {}
-            for index, function in functions.items():
-                hessian_HH = _hessian(function.inputs[0], (each.x_MH for each in inputs.parts(index)), inputs.device)
-                hessians |= dict.fromkeys(function.inputs, hessian_HH)
-            self._quantize(hessians)
-            hessians = {}
-            for index, function in functions.items():
-                down = function.projections["down_proj"]
-                with function:
+            for index in kept[first : first + EXPERTS]:
+                with ExpertFunction(layer, index) as function:
+                    x_MH = (each.x_MH for each in inputs.parts(index))
+                    hessians |= dict.fromkeys(function.inputs, _hessian(function.inputs[0], x_MH, inputs.device))
+                    down = function.projections["down_proj"]
                     a_MI = (function.activation(each.x_MH) for each in inputs.parts(index))
                     hessians[down] = _hessian(down, a_MI, inputs.device)
             self._quantize(hessians)

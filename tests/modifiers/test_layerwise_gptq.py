@@ -104,7 +104,7 @@ def share(one: Tensor, other: Tensor) -> float:
 
 
 def test_the_first_layers_weights_are_those_of_the_toolkit(small: Path):
-    """Attention like GPTQModifier; experts by Hessian matrices of their tokens, ``down_proj`` of quantized experts."""
+    """Attention like GPTQModifier; experts by Hessian matrices of their tokens."""
     original = open_linear(small)
     ours = compress(small, [LayerwiseGPTQModifier(**W4)], **RUN)
     toolkits = compress_causally(open_linear(small), [GPTQModifier(**W4)], tokenizer=str(small), **RUN)
@@ -119,7 +119,7 @@ def test_the_first_layers_weights_are_those_of_the_toolkit(small: Path):
         for name in ("gate_proj", "up_proj"):
             assert share(getattr(new, name).weight, by_toolkit(getattr(old, name), x_MH.T @ x_MH)) > 0.99
         with torch.no_grad():
-            a_MI = functional.silu(new.gate_proj(x_MH)) * new.up_proj(x_MH)
+            a_MI = functional.silu(old.gate_proj(x_MH)) * old.up_proj(x_MH)
         assert share(new.down_proj.weight, by_toolkit(old.down_proj, a_MI.T @ a_MI)) > 0.99
 
 
