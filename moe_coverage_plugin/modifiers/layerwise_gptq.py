@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.distributed import is_distributed
 from compressed_tensors.quantization import QuantizationStrategy
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -158,14 +159,15 @@ class LayerwiseGPTQModifier(GPTQModifier):
     def _quantize(self, hessians: Mapping[Module, Tensor]) -> None:
         """Quantize modules by the toolkit's GPTQ; collective."""
         modules = [module for module in hessians if getattr(module, "quantization_scheme", None) is not None]
+        for hessian_AA in {id(each): each for each in hessians.values()}.values():
+            diagonal_A = hessian_AA.diagonal()
+            diagonal_A += FLOOR * diagonal_A.mean().clamp(min=FLOOR)
         for module in modules:
             self._initialize_observers(module)
             apply_calibration_status(module)
-            hessian_AA = hessians[module].to(torch.float32, copy=True)
-            diagonal_A = hessian_AA.diagonal()
-            diagonal_A += FLOOR * diagonal_A.mean().clamp(min=FLOOR)
-            self._hessians[module] = hessian_AA
-            self._num_samples[module] = torch.ones((), device=hessian_AA.device)
+            # ranks add theirs in place, and gate_proj and up_proj share one
+            self._hessians[module] = hessians[module].clone() if is_distributed() else hessians[module]
+            self._num_samples[module] = torch.ones((), device=hessians[module].device)
         observe(modules, base_name="weight")
         self.compress_modules()
         for module in modules:
