@@ -1,0 +1,1 @@
+"""Measures a complete compression job, phase by phase, on random weights of published models' shapes."""
