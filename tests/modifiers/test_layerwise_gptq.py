@@ -146,8 +146,7 @@ def test_outputs_are_closer_than_by_rounding_to_nearest(small: Path, sparsity: f
 # --- behind pruning
 
 
-@pytest.mark.parametrize("refit", ["down", "all"])
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize(("refit", "layout"), [("all", "ragged"), ("down", "padded")])
 def test_behind_reconstruction_in_one_pass(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refit: str, layout: str
 ):
