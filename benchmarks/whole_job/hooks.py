@@ -111,8 +111,9 @@ def _counted(recorder: Recorder) -> Callable[[Callable[..., Any]], Any]:
 
     def make(tqdm: Callable[..., Any]) -> Callable[..., Any]:
         def iterate(values: Any, **options: Any) -> Iterator[Any]:
-            count = len(values)
-            for done, value in enumerate(tqdm(values, **options)):
+            first = options.get("initial", 0)
+            count = first + len(values)
+            for done, value in enumerate(tqdm(values, **options), start=first):
                 recorder.progress(done, count)
                 yield value
             recorder.progress(count, count)

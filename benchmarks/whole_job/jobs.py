@@ -133,6 +133,8 @@ def _ours(phases: list[str], work: Work, recorder: Recorder) -> None:
     recipe[0] = AttributionModifier(save_scores=str(scores))
     options: dict[str, Any] = {}
     if "compression" in phases:
+        # what a killed run keeps beside its output, from which this one goes on
+        recorder.note(resumed=any(output.with_name(f".{OURS}.progress").glob("*.safetensors")))
         shutil.rmtree(output, ignore_errors=True)
         options = {"output_dir": str(output)}
         if "scores" not in phases:

@@ -114,13 +114,13 @@ def fit_bytes(config: Config) -> float:
 
 
 def hessian_bytes(config: Config) -> float:
-    """Hessian matrices and weights of the experts that are quantized together, ``32 (28 H^2 + 16 H I)``.
+    """Hessian matrices and weights of the experts that are quantized together, ``32 (28 H^2 + 4 I^2 + 16 H I)``.
 
-    An expert has one matrix in 32 bit, and ``gate_proj`` and ``up_proj`` three copies each while the toolkit reorders
-    them, with two copies of the weights. The toolkit takes fewer at once if less memory is free.
+    An expert has one matrix in 32 bit for each of its inputs. The toolkit makes three copies for ``gate_proj`` and for
+    ``up_proj`` while it reorders channels, and two of their weights; it takes fewer at once if less memory is free.
     """
-    hidden = config["hidden_size"]
-    return min(QUANTIZED, experts_of(config)) * hidden * (28 * hidden + 16 * config["moe_intermediate_size"])
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    return min(QUANTIZED, experts_of(config)) * (28 * hidden**2 + 4 * width**2 + 16 * hidden * width)
 
 
 def other_hessian_bytes(config: Config) -> float:
@@ -128,9 +128,14 @@ def other_hessian_bytes(config: Config) -> float:
     return 16 * parameters(config).widest_input ** 2
 
 
-def layer_bytes(config: Config) -> float:
-    """Weights on the card if they are offloaded: a projection of all experts, and its copy, ``4 E H I``."""
-    return 4 * experts_of(config) * config["hidden_size"] * config["moe_intermediate_size"]
+def offloaded_bytes(config: Config) -> float:
+    """Weights on the card if they are offloaded: a projection of all experts of a layer, ``2 E H I``."""
+    return 2 * experts_of(config) * config["hidden_size"] * config["moe_intermediate_size"]
+
+
+def moved_bytes(config: Config, loads: int, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS) -> float:
+    """What moves to the card if the model is offloaded and each batch loads every layer, ``2 P T / B`` a load."""
+    return loads * checkpoint_bytes(config) * tokens / batch_tokens
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS
             interaction_bytes(config), fit_bytes(config) + hessian_bytes(config), other_hessian_bytes(config)
         ),
         hidden=hidden_state_bytes(config, tokens),
-        offloaded=layer_bytes(config),
+        offloaded=offloaded_bytes(config),
         stored=compressed_bytes(config),
     )
 
@@ -214,18 +219,23 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
         "interactions: matrices of 32 experts, `64 * 32 I^2`": interaction_bytes(config),
         "reconstruction: Gram matrices of 32 experts, `8 * 32 I^2`": fit_bytes(config),
-        "GPTQ: matrices of 32 experts, `32 (28 H^2 + 16 H I)`": hessian_bytes(config),
+        "GPTQ: matrices of 32 experts, `32 (28 H^2 + 4 I^2 + 16 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),
         "hidden states and routing, `T (6 H + 52 K)`": need.hidden,
-        "offloaded: weights on the card, `4 E H I`": need.offloaded,
+        "offloaded: weights on the card, `2 E H I`": need.offloaded,
         "**GPU memory**, all on the card": need.in_memory,
         "**GPU memory**, weights and hidden states in host memory": need.with_offloading,
         "**host memory** in the latter case": need.host,
         "**disk**: both checkpoints": need.disk,
         "of it the compressed checkpoint": need.stored,
     }
-    times = {"a forward pass": FORWARD_SECONDS, "the pass with gradients": GRADIENT_SECONDS}
+    moved = {
+        "the pass with gradients, `4 P T / B`": moved_bytes(config, loads=2),
+        "interactions and reconstruction, `4 P T / B`": moved_bytes(config, loads=2),
+    }
+    times = {"one forward pass (scores in closed form)": FORWARD_SECONDS, "the pass with gradients": GRADIENT_SECONDS}
     shown = {name: f"{size / 1e9:,.1f}" for name, size in sizes.items()}
+    shown |= {f"offloaded: TB moved to the card in {name}": f"{size / 1e12:,.1f}" for name, size in moved.items()}
     return shown | {
         f"**minutes** of {name}, weights on cards": f"{minutes(config, reference, seconds):,.1f}"
         for name, seconds in times.items()

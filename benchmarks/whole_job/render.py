@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from benchmarks.markers import markers, write_between
 from benchmarks.whole_job.shapes import SHAPES, experts_of
+from moe_coverage_plugin.files.atomic import write_atomically
 
 NAME = "whole_job"
 BEGIN, END = markers(NAME)
@@ -28,11 +29,9 @@ GIB = 2**30
 
 
 def write_results(files: Sequence[Path], path: Path) -> None:
-    """Write the tables of the files between the markers of ``path``.
-
-    Raises:
-        CoverageError: if the page has no markers.
-    """
+    """Write the tables of the files between the markers of ``path``, at its end if it has none."""
+    if path.exists() and BEGIN not in (text := path.read_text(encoding="utf-8")):
+        write_atomically(path, f"{text.rstrip()}\n\n{INTRODUCTION}".encode())
     write_between(path, NAME, INTRODUCTION, "\n\n".join(section(json.loads(file.read_text())) for file in files))
 
 
@@ -107,11 +106,14 @@ def _row(run: dict[str, Any], phase: dict[str, Any], forward: float | None) -> t
 
 
 def _totals(runs: Sequence[dict[str, Any]]) -> str:
-    """Sums of complete jobs, of the last run of each phase, with the largest peaks."""
+    """Sums of complete jobs, of the last run of each phase and of what it went on from, with the largest peaks."""
     rows = []
     for job, title in TITLES.items():
         chosen = [run for run in runs if run["job"] == job]
         phases = {phase["name"]: phase for run in chosen for phase in run["phases"] if phase["name"] != FORWARD}
+        # a run that goes on from a killed one has done only the rest
+        resumed = any(run.get("resumed") for run in chosen)
+        killed = [phase for run in chosen for phase in run["phases"] if resumed and not phase["done"]]
         stored = [run["stored_bytes"] for run in chosen if "stored_bytes" in run]
         if not stored or not all(phase["done"] for phase in phases.values()):
             continue
@@ -121,7 +123,7 @@ def _totals(runs: Sequence[dict[str, Any]]) -> str:
             (
                 title,
                 " and ".join(f"{count:,}" for count in tokens),
-                f"{sum(phase['seconds'] for phase in phases.values()) / 60:,.1f}",
+                f"{sum(phase['seconds'] for phase in (*phases.values(), *killed)) / 60:,.1f}",
                 f"{max(gpu) / GIB:.1f}" if gpu else "",
                 f"{max(phase['host_peak_bytes'] for phase in phases.values()) / GIB:.1f}",
                 f"{stored[-1] / 1e9:.1f}",
