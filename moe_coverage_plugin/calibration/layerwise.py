@@ -79,19 +79,20 @@ class DecoderStep:
         """The batch that the layer computes now, for hooks inside it."""
         return self._states.current
 
-    def observe(self, changes: bool = False) -> list[tuple[MoELayer, LayerInputs]]:
+    def observe(self, changes: bool = False, hooked: bool = False) -> list[tuple[MoELayer, LayerInputs]]:
         """Take all batches through the decoder layer and keep what its experts get.
 
         Args:
-            changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept, and the
-                experts of a layer that is alone in it need not compute.
+            changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept.
+            hooked: whether others look at values inside the layer, which may depend on what its experts output.
+                Otherwise the experts of a layer that will change need not compute, if it is the only one.
         """
         states = self._states
         with ExitStack() as stack:
             inputs = [LayerInputs(layer.num_experts, states.tokens, states.store) for layer in self.layers]
             for layer, each in zip(self.layers, inputs, strict=True):
-                alone = changes and len(self.layers) == 1
-                forward = _zeros if alone else _experts(layer).forward
+                unused = changes and not hooked and len(self.layers) == 1
+                forward = _zeros if unused else _experts(layer).forward
                 stack.enter_context(replaced_forward(layer.experts, self._keeping(each, forward)))
             outputs = states.through(self.decoder_layer, keep=not changes)
         self._outputs = None if changes else outputs

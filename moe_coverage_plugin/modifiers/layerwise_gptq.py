@@ -99,7 +99,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     def _visit(self, step: DecoderStep) -> None:
         with self.watched(step):
-            inputs = step.observe(changes=True)
+            inputs = step.observe(changes=True, hooked=True)
         for layer, each in inputs:
             self.quantize_experts(layer, each)
         self.quantize_others(step)
@@ -117,7 +117,8 @@ class LayerwiseGPTQModifier(GPTQModifier):
             assert isinstance(module, Linear)
             x_MA = args[0].detach().reshape(-1, args[0].shape[-1])
             real_T = step.current.real_T
-            if real_T is not None:
+            # a layer that sees something else than one row for each token keeps its padding
+            if real_T is not None and len(real_T) == len(x_MA):
                 x_MA = x_MA[real_T.to(x_MA.device)]
             added_AA = _hessian(module, [x_MA], x_MA.device)
             self._others[module] = self._others[module] + added_AA if module in self._others else added_AA
@@ -131,7 +132,9 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     def quantize_others(self, step: DecoderStep) -> None:
         """Quantize the linear layers outside of experts of a decoder layer that was watched."""
-        self._quantize({module: self._others.pop(module) for module in self._modules_of(step)})
+        found = {module: self._others.pop(module, None) for module in self._modules_of(step)}
+        # without an input, weights are rounded to nearest
+        self._quantize({m: _hessian(m, (), m.weight.device) if h is None else h for m, h in found.items()})
 
     def quantize_experts(self, layer: MoELayer, inputs: LayerInputs, experts: Sequence[int] | None = None) -> None:
         """Quantize experts of a layer as they are now.
@@ -173,11 +176,11 @@ class LayerwiseGPTQModifier(GPTQModifier):
         for module in modules:
             freeze_module_quantization(module)
 
-    def _modules_of(self, step: DecoderStep) -> list[Module]:
+    def _modules_of(self, step: DecoderStep) -> list[Linear]:
         return [
             module
             for module in step.decoder_layer.modules()
-            if module in self._module_names and module not in self._experts
+            if isinstance(module, Linear) and module in self._module_names and module not in self._experts
         ]
 
     def _check_schemes(self) -> None:
@@ -219,5 +222,6 @@ def _hessian(linear: Linear, parts: Iterable[Tensor], device: torch.device) -> T
         x_MA = x_MA.to(torch.promote_types(x_MA.dtype, torch.float32))
         total_AA = x_MA.T @ x_MA if total_AA is None else total_AA.addmm_(x_MA.T, x_MA)
     if total_AA is None:
-        total_AA = torch.zeros(linear.in_features, linear.in_features, device=device)
+        dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+        total_AA = torch.zeros(linear.in_features, linear.in_features, dtype=dtype, device=device)
     return total_AA

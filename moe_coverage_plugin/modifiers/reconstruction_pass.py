@@ -83,7 +83,7 @@ class _Reconstruction:
         if quantizer is None and not step.layers:
             return
         with nullcontext() if quantizer is None else quantizer.watched(step):
-            inputs = step.observe(changes=True)
+            inputs = step.observe(changes=True, hooked=quantizer is not None)
         for layer, each in inputs:
             if layer.name in self._kept:
                 self._change(layer, each)

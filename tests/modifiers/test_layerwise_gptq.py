@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -250,6 +251,37 @@ def test_experts_without_tokens_are_rounded_to_nearest(small: Path):
                         twin.weight, twin.weight_scale, twin.weight_zero_point, twin.quantization_scheme.weights
                     )
                     torch.testing.assert_close(found.weight, expected)
+
+
+def test_linear_layers_behind_experts_and_without_input(small: Path):
+    """One behind the experts of its layer sees their outputs, and one that is never called is rounded to nearest."""
+    models = []
+    for modifier in (LayerwiseGPTQModifier, GPTQModifier):
+        model: Any = open_linear(small)
+        torch.manual_seed(0)
+        for layer in model.model.layers:
+            layer.behind, layer.unused = (Linear(64, 64, bias=False) for _ in range(2))
+            layer.forward = MethodType(forward_and_behind, layer)
+        run = RUN | {"tokenizer": str(small)}
+        if modifier is GPTQModifier:
+            ignored = {"ignore": [*W4["ignore"], "re:.*unused"]}
+            models.append(compress_causally(model, [modifier(**W4 | ignored)], **run))
+        else:
+            models.append(compress(model, [modifier(**W4)], **run))
+    ours, toolkits = (model.model.layers[0] for model in models)
+    assert share(ours.behind.weight, toolkits.behind.weight) > 0.99
+    assert on_grid(ours.unused)
+    nearest = fake_quantize(
+        toolkits.unused.weight,
+        ours.unused.weight_scale,
+        ours.unused.weight_zero_point,
+        ours.unused.quantization_scheme.weights,
+    )
+    torch.testing.assert_close(ours.unused.weight, nearest)
+
+
+def forward_and_behind(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return layer.behind(type(layer).forward(layer, *args, **kwargs))
 
 
 # --- errors before calibration
