@@ -74,8 +74,9 @@ class Recorder:
             return
         gc.collect()
         before = tree_bytes(self._directory)
-        reset_memory()
         entry: dict[str, Any] = {"name": name, "done": False, "seconds": 0.0, "parts": {}}
+        if not reset_memory():
+            entry["host_peak_of"] = "the process"
         self._run["phases"].append(entry)
         anonymous = AnonymousSampler()
         anonymous.start()
@@ -176,14 +177,17 @@ def clock() -> float:
     return time.monotonic()
 
 
-def reset_memory() -> None:
-    """Let the peaks of :func:`memory` start from now."""
+def reset_memory() -> bool:
+    """Let the peaks of :func:`memory` start from now; whether that of host memory does, too."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # containers without this right keep the peak of the process
-    with suppress(OSError):
+    try:
         reset_peak()
+    except OSError:
+        # some containers do not have the right to
+        return False
+    return True
 
 
 def memory() -> dict[str, int | None]:

@@ -47,11 +47,18 @@ def section(record: dict[str, Any]) -> str:
         f"Shape: {title} with {layers} {'of its ' + str(full) + ' ' if layers < full else ''}layers of "
         f"{experts_of(config)} experts, random weights; samples of {record['length']} random tokens.",
         "s/M tokens: seconds for a million calibration tokens; over forward: divided by those of the plain forward.",
+        *_of_process(runs),
         *(f"{run['job']}: {run['left_out']}." for run in runs if "left_out" in run),
         *(f"{run['job']} failed: {run['error']}" for run in runs if "error" in run),
     ]
     parts = [f"### {title}, {layers} layers", "\n".join(f"- {line}" for line in head), _phases(runs), _totals(runs)]
     return "\n\n".join(part for part in [*parts, _parts(runs)] if part)
+
+
+def _of_process(runs: Sequence[dict[str, Any]]) -> list[str]:
+    if any("host_peak_of" in phase for run in runs for phase in run["phases"]):
+        return ["Host memory is the peak since the process started, because this machine does not let it be reset."]
+    return []
 
 
 def _machine(environment: dict[str, Any]) -> str:

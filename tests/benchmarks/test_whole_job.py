@@ -24,6 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {"shape": "tiny", "config": SHAPES["tiny"].config, "length": 64, "seed": 0}
 RUN = {"job": "ours", "command": "python -m benchmarks.whole_job", "tokens": 256}
 
+RUN_ENVIRONMENT = {"card": None, "cpu": "a CPU", "threads": 1, "host_bytes": 2**30, "versions": {"torch": "2"}}
+
 
 def run(directory: Path, *arguments: str) -> None:
     given = ["--shape", "tiny", "--samples", "4", "--length", "64", "--batch-size", "2"]
@@ -154,6 +156,19 @@ def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytes
     assert reconstruction["seconds"] > 0
     assert "reconstruction and quantization (ended at 17 of 48)" in section(json.loads(file.read_text()))
     phase.__exit__(None, None, None)
+
+
+def test_a_resumed_job_counts_the_time_of_the_killed_one():
+    def phase(name: str, seconds: float, done: bool) -> dict[str, Any]:
+        sizes = {"gpu_allocated_bytes": None, "gpu_reserved_bytes": None, "host_peak_bytes": 2**30}
+        return {"name": name, "done": done, "seconds": seconds, "parts": {}, "progress": [8, 48], **sizes}
+
+    ours = RUN | {"environment": RUN_ENVIRONMENT}
+    killed = ours | {"phases": [phase("opening", 30, True), phase("reconstruction and quantization", 570, False)]}
+    rest = ours | {"phases": [phase("opening", 30, True), phase("reconstruction and quantization", 90, True)]}
+    lines = section(SETTINGS | {"runs": [killed, rest | {"stored_bytes": 10**9, "resumed": True}]}).splitlines()
+    (total,) = [line.split("|") for line in lines if line.startswith("| this package")]
+    assert total[3].strip() == f"{(30 + 570 + 90) / 60:.1f}"
 
 
 @pytest.mark.parametrize("name", SHAPES)
