@@ -181,12 +181,13 @@ class Needs:
 
 def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS) -> Needs:
     """Compute what the recommended recipe with W4A16 needs."""
+    gradients = gradient_pass_bytes(config, batch_tokens)
+    # the curvature is kept from the pass with gradients until channels are scored
+    interactions = next(iter(gradients.values())) + interaction_bytes(config)
     return Needs(
         weights=checkpoint_bytes(config),
-        gradients=sum(gradient_pass_bytes(config, batch_tokens).values()),
-        layer_by_layer=max(
-            interaction_bytes(config), fit_bytes(config) + hessian_bytes(config), other_hessian_bytes(config)
-        ),
+        gradients=sum(gradients.values()),
+        layer_by_layer=max(interactions, fit_bytes(config) + hessian_bytes(config), other_hessian_bytes(config)),
         hidden=hidden_state_bytes(config, tokens),
         offloaded=offloaded_bytes(config),
         stored=compressed_bytes(config),
