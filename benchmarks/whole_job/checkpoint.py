@@ -29,7 +29,7 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int, device: torch.dev
     """Write a model in bfloat16, one file per layer, with a tokenizer of one token per word.
 
     Args:
-        directory: directory to create; an earlier one is replaced.
+        directory: directory to create in one that exists; an earlier one is replaced.
         shape: the model.
         seed: seed of the weights.
         device: the device that draws them; another device draws other weights.
@@ -38,8 +38,6 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int, device: torch.dev
     Raises:
         CoverageError: the disk is too small.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     fields = dict(shape.config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, dtype="bfloat16")
     with torch.device("meta"):
@@ -50,11 +48,14 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int, device: torch.dev
         found = re.search(r"\.layers\.(\d+)\.", name)
         layers[int(found[1]) + 1 if found else 0][name] = tensor
     total = sum(tensor.nbytes for shapes in layers.values() for tensor in shapes.values())
-    if (free := shutil.disk_usage(directory).free) < total + reserve:
+    replaced = sum(file.stat().st_size for file in directory.glob("*"))
+    if (free := shutil.disk_usage(directory.parent).free + replaced) < total + reserve:
         raise CoverageError(
-            f"{directory} has {free / 1e9:.0f} GB of free disk and the checkpoint with the results beside it takes "
+            f"{directory.parent} has {free / 1e9:.0f} GB of free disk and the checkpoint with the results beside it takes "
             f"{(total + reserve) / 1e9:.0f} GB: choose fewer --layers, or another --directory"
         )
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     config.save_pretrained(directory)
     generator = torch.Generator(device).manual_seed(seed)
     weight_map = {}

@@ -136,7 +136,7 @@ def test_a_disk_that_is_too_small_stops_before_anything_is_written(tmp_path: Pat
     with pytest.raises(SystemExit):
         run(tmp_path, "--phases", "checkpoint", "--shape", "deepseek-v3")
     assert "free disk and the checkpoint with the results beside it takes 1607 GB" in capsys.readouterr().err
-    assert not list((tmp_path / "job" / "model").iterdir())
+    assert not list((tmp_path / "job").iterdir())
 
 
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
