@@ -51,8 +51,8 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int, device: torch.dev
     replaced = sum(file.stat().st_size for file in directory.glob("*"))
     if (free := shutil.disk_usage(directory.parent).free + replaced) < total + reserve:
         raise CoverageError(
-            f"{directory.parent} has {free / 1e9:.0f} GB of free disk and the checkpoint with the results beside it takes "
-            f"{(total + reserve) / 1e9:.0f} GB: choose fewer --layers, or another --directory"
+            f"{directory.parent} has {free / 1e9:.0f} GB of free disk and the checkpoint with the results beside it "
+            f"takes {(total + reserve) / 1e9:.0f} GB: choose fewer --layers, or another --directory"
         )
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
