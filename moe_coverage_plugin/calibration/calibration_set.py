@@ -36,6 +36,20 @@ def data_hash(batches: Iterable[Mapping[str, Any]]) -> str:
     return hashlib.sha256(b"".join(sorted(chain.from_iterable(ranks)))).hexdigest()
 
 
+def batches_hash(batches: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of everything in the batches of this rank, in their order."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, value in sorted(batch.items()):
+            digest.update(name.encode())
+            if isinstance(value, Tensor):
+                digest.update(f"{value.dtype} {list(value.shape)}".encode())
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
 def check_batches(batches: Iterable[Mapping[str, Any]] | None) -> None:
     """Check that there is a calibration set, before anything runs.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from compressed_tensors.utils import align_module_device
+from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,14 +16,21 @@ from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
 
 # experts of a layer whose matrices exist at the same time
 EXPERTS = 32
+# name of what is kept of a layer, before the name of the layer
+SCORES = "interactions"
 
 
 def interaction_scores(
-    model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch], sums_L: Sequence[LayerSums]
+    model: PreTrainedModel,
+    layers: Sequence[MoELayer],
+    batches: Sequence[Batch],
+    sums_L: Sequence[LayerSums],
+    progress: Progress | None = None,
 ) -> Tensor:
     """Scores ``[L, E, I]`` of ``obs``, float64 on the CPU.
 
@@ -31,22 +39,35 @@ def interaction_scores(
         layers: its MoE layers.
         batches: the calibration set of this rank.
         sums_L: sums of the gradient pass, of all ranks.
+        progress: keeps the scores of each layer; a layer whose scores it has is not observed again.
 
     Raises:
         CoverageError: see :func:`~moe_coverage_plugin.calibration.layerwise.visit_layers`.
     """
-    scores: dict[str, Tensor] = {}
+    scores = {} if progress is None else _kept_scores(progress, layers)
     gradients = {layer.name: sums.gradients for layer, sums in zip(layers, sums_L, strict=True)}
 
     def score(step: DecoderStep) -> None:
+        if all(layer.name in scores for layer in step.layers):
+            return
         for layer, inputs in step.observe():
             tokens_E = inputs.count_tokens()
             chunks = torch.arange(layer.num_experts).split(EXPERTS)
             parts = [_scores_of(layer, each.tolist(), inputs, tokens_E, gradients[layer.name]) for each in chunks]
             scores[layer.name] = torch.cat(parts)
+            if progress is not None:
+                progress.save(f"{SCORES}.{layer.name}", {"scores_EI": scores[layer.name]})
 
     visit_layers(model, layers, batches, score, "Channel interactions")
     return torch.stack([scores[layer.name] for layer in layers])
+
+
+def _kept_scores(progress: Progress, layers: Sequence[MoELayer]) -> dict[str, Tensor]:
+    found = {layer.name: progress.load(f"{SCORES}.{layer.name}") for layer in layers}
+    scores = {name: tensors["scores_EI"] for name, tensors in found.items() if tensors is not None}
+    if scores:
+        logger.info(f"Going on with the scores of {len(scores)} of {len(layers)} layers")
+    return scores
 
 
 def _scores_of(

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.kept_sums import KeptSums
 from moe_coverage_plugin.calibration.next_token import (
     check_loss,
     drawn_tokens,
@@ -33,6 +34,7 @@ from moe_coverage_plugin.calibration.next_token import (
     next_tokens,
 )
 from moe_coverage_plugin.calibration.observer import LayerObserver
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype, without_hooks
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
@@ -49,6 +51,7 @@ def observe_batches(
     observers: Sequence[LayerObserver],
     gradients: Sequence[GradientObserver],
     labels: Labels = "text",
+    progress: Progress | None = None,
 ) -> None:
     """Run every batch through the model and pass the values inside the experts of each layer to the observers.
 
@@ -61,11 +64,13 @@ def observe_batches(
         observers: one for each layer.
         gradients: one for each of ``observers``, or none.
         labels: tokens whose loss is differentiated.
+        progress: keeps the sums; batches whose sums it has are not run again.
 
     Raises:
         CoverageError: activations or the loss are not finite, or no gradient reaches an expert.
     """
     padding = _Padding()
+    kept = KeptSums(progress, observers, gradients, len(batches))
     run = partial(_backward, labels=labels) if gradients else _forward
     with ExitStack() as stack:
         # first, so that the backward pass computes decoder layers again in this dtype
@@ -81,17 +86,17 @@ def observe_batches(
             stack.enter_context(_differentiable(model, [observer.layer for observer in observers]))
         else:
             stack.enter_context(disable_lm_head(model))
-        idle = 0
-        for batch in tqdm(batches, desc="Gradient pass" if gradients else "Observing"):
+        bar = {"desc": "Gradient pass" if gradients else "Observing", "initial": kept.batches, "total": len(batches)}
+        for batch in tqdm(batches[kept.batches :], **bar):
             padding.enter(batch)
             tokens = run(model, batch)
-            idle += tokens == 0
             for observer in observers:
                 observer.end_batch()
             for gradient in gradients:
                 gradient.end_batch(predicted=tokens > 0)
-    if gradients and idle:
-        logger.warning(f"{idle} of {len(batches)} batches predict no token: they add no gradients")
+            kept.add(idle=tokens == 0)
+    if gradients and kept.idle:
+        logger.warning(f"{kept.idle} of {len(batches)} batches predict no token: they add no gradients")
 
 
 class _Padding:

@@ -86,6 +86,8 @@ class LayerObserver:
         reached_E = sums["tokens_E"] > 0
         if not self.sums:
             self.sums = {name: torch.zeros_like(batch) for name, batch in sums.items()}
+        # sums that an earlier run has kept are on the CPU
+        self.sums = {name: total.to(sums[name].device) for name, total in self.sums.items()}
         seen_E = self.sums["tokens_E"] > 0
         for name, batch in sums.items():
             total = self.sums[name]

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.offload import disable_onloading
 from compressed_tensors.utils import align_module_device
+from torch.nn import Module
+from transformers import PreTrainedModel
 
 from moe_coverage_plugin.core.scores import AttributionScores
 from moe_coverage_plugin.files.atomic import check_place
@@ -18,11 +21,47 @@ from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, uniform_shape
 
 PACKAGES = ("moe-coverage-plugin", "llmcompressor", "compressed-tensors", "transformers", "torch")
+# of each weight, to tell models apart
+SAMPLED_VALUES = 64
 
 
 def environment() -> dict[str, Any]:
     """Seed and versions of this process."""
     return {"torch_seed": torch.initial_seed(), "versions": {package: version(package) for package in PACKAGES}}
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Path, files and weights of a model, to tell whether it is the one of an earlier run.
+
+    Files are compared by size and time of change, weights by some values of each: both take seconds, and every weight
+    of a model that was changed after it was opened would take minutes.
+    """
+    directory = Path(model.name_or_path or "")
+    files = sorted(directory.iterdir()) if model.name_or_path and directory.is_dir() else []
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return {
+        "model": model.name_or_path,
+        "files of the model": [[name, status.st_size, status.st_mtime_ns] for name, status in found],
+        "weights of the model": _sampled_hash(model),
+    }
+
+
+@torch.no_grad()
+def _sampled_hash(model: Module) -> str:
+    digest = hashlib.sha256()
+    # offloaded weights would all be copied to their execution device
+    with disable_onloading():
+        for path, module in model.named_modules():
+            for name, tensor in module.named_parameters(recurse=False):
+                # the toolkit leaves scales as allocated until they are calibrated
+                if hasattr(module, "quantization_scheme") and name not in ("weight", "bias"):
+                    continue
+                digest.update(f"{path}.{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                if not tensor.is_meta and tensor.numel():
+                    places = torch.linspace(0, tensor.numel() - 1, SAMPLED_VALUES).long().to(tensor.device)
+                    values = tensor.detach()[torch.unravel_index(places, tensor.shape)]
+                    digest.update(values.cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def text_provenance(data: object) -> dict[str, Any] | None:

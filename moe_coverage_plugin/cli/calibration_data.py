@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from datasets import Dataset, DatasetInfo, load_from_disk
 from loguru import logger
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from moe_coverage_plugin.calibration.provenance import text_provenance
+from moe_coverage_plugin.calibration.provenance import describe_model, environment, text_provenance
 from moe_coverage_plugin.calibration.text import IDS, pack
 from moe_coverage_plugin.cli.early import LONGEST, OWN, text_paths
+from moe_coverage_plugin.files.progress import Progress, progress_directory
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.sampling.dataset import sample_text
 from moe_coverage_plugin.sampling.run import document_length
@@ -67,11 +68,24 @@ def with_own_text(given: Dataset | None, model: PreTrainedModel, arguments: Name
     number = arguments.samples - (0 if given is None else len(given))
     with explained(f"{arguments.model} has no tokenizer that can be opened"):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
-    own = sample_text(model, tokenizer, samples=number, length=_length(arguments), seed=arguments.seed)
+    own = _own_text(model, tokenizer, arguments.output, samples=number, length=_length(arguments), seed=arguments.seed)
     if given is None:
         return own
     parts = [text_provenance(each) for each in (own, given)]
     return _windows(torch.tensor([*own[IDS], *given[IDS]]), json.dumps({"parts": parts}))
+
+
+def _own_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: str, **options: int) -> Dataset:
+    """Text that the model writes itself, or that it wrote for an equal run with this output that was killed."""
+    description = describe_model(model) | options | environment()
+    with closing(Progress(progress_directory(output), "text", description)) as progress:
+        if (kept := progress.load("own")) is not None:
+            logger.info(f"Going on with the {len(kept['ids_WS'])} windows of text that the model has written already")
+            return _windows(kept["ids_WS"], kept["description"].numpy().tobytes().decode())
+        own = sample_text(model, tokenizer, **options)
+        text = torch.frombuffer(bytearray(own.info.description.encode()), dtype=torch.uint8)
+        progress.save("own", {"ids_WS": torch.tensor(own[IDS]), "description": text})
+    return own
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from moe_coverage_plugin.checkpoint.loading import load
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.checkpoint.staging import check_output
 from moe_coverage_plugin.cli.calibration_data import explained, read_data, with_own_text
+from moe_coverage_plugin.files.progress import check_unused, progress_directory
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
@@ -41,6 +42,7 @@ def compress(arguments: Namespace, recipe: str, recipe_args: Mapping[str, Any]) 
     """
     output = Path(arguments.output)
     check_output(output)
+    check_unused(progress_directory(output))
     modifiers = _modifiers(recipe)
     ours = any(map(is_ours, modifiers))
     if recipe_args and not ours:

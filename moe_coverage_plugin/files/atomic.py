@@ -14,8 +14,12 @@ from pathlib import Path
 from moe_coverage_plugin.manifest import CoverageError
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Callable[[Path], object]) -> None:
     """Write a hidden file beside ``path``, then rename it to ``path``; directories are created as needed.
+
+    Args:
+        path: of the file.
+        data: its content, or a function that writes a file under the name that it is given.
 
     Raises:
         CoverageError: the file cannot be written; a file that was there before is unchanged.
@@ -25,7 +29,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         with in_use(lambda: _touched(partial)):
-            partial.write_bytes(data)
+            data(partial) if callable(data) else partial.write_bytes(data)
             os.replace(partial, path)
     except OSError as error:
         raise CoverageError(f"{path} cannot be written ({error.strerror}): choose another place") from error
@@ -66,13 +70,33 @@ def in_use(create: Callable[[], Path]) -> Iterator[Path]:
     """
     while True:
         partial = create()
-        handle = _locked(partial)
+        handle = lock(partial)
         if handle is not None:
             break
     try:
         yield partial
     finally:
         os.close(handle)
+
+
+def lock(path: Path) -> int | None:
+    """Return an open handle that locks a file or directory, or None if another process has locked or removed it."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        # on file systems without locks remove_leftovers gets no lock either, and so removes nothing
+        return handle
+    if os.path.lexists(path) and os.path.samestat(os.stat(path), os.fstat(handle)):
+        return handle
+    os.close(handle)
+    return None
 
 
 def remove_leftovers(path: Path) -> list[Path]:
@@ -105,23 +129,3 @@ def _remove_unused(partial: Path) -> bool:
 def _touched(path: Path) -> Path:
     path.touch()
     return path
-
-
-def _locked(partial: Path) -> int | None:
-    """Return an open handle that locks a partial file or directory, or None if another process removes it."""
-    try:
-        handle = os.open(partial, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    except OSError:
-        # on file systems without locks remove_leftovers gets no lock either, and so removes nothing
-        return handle
-    if os.path.lexists(partial) and os.path.samestat(os.stat(partial), os.fstat(handle)):
-        return handle
-    os.close(handle)
-    return None

@@ -10,6 +10,7 @@ from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 from moe_coverage_plugin.modifiers.oneshot_run import accept_loaded_models
 from moe_coverage_plugin.modifiers.recommended import recommended_recipe
+from moe_coverage_plugin.modifiers.resumption import end_progress_with_runs
 
 __all__ = [
     "AlignmentModifier",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 accept_loaded_models()
+end_progress_with_runs()
 for _modifier in (
     AttributionModifier,
     CoverageModifier,

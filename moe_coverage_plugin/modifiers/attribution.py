@@ -21,7 +21,9 @@ from moe_coverage_plugin.calibration.calibration_set import check_batches, data_
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.gathering import attribution_scores, channel_scores, gather_sums
 from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.interactions import SCORES as INTERACTIONS
 from moe_coverage_plugin.calibration.interactions import interaction_scores
+from moe_coverage_plugin.calibration.kept_sums import SUMS
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.layerwise import check_layers
 from moe_coverage_plugin.calibration.observation import observe_batches
@@ -34,6 +36,7 @@ from moe_coverage_plugin.calibration.provenance import (
     text_provenance,
 )
 from moe_coverage_plugin.core.scores import TOKEN_FLOOR, AttributionScores
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.files.scores import load_scores, save_scores
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.causal_mask import mark_causal_attention, unmark_causal_attention
@@ -48,8 +51,13 @@ from moe_coverage_plugin.modifiers.attribution_checks import (
     refuse_quantized,
 )
 from moe_coverage_plugin.modifiers.float32_passes import choose_dtype_of_passes
+from moe_coverage_plugin.modifiers.kept_layers import KEPT_LAYERS
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
+from moe_coverage_plugin.modifiers.resumption import run_progress
 from moe_coverage_plugin.options import AttributionOptions
+
+# name of the measured scores in the progress of a run
+SCORES = "scores"
 
 
 class AttributionModifier(AttributionOptions, Modifier):
@@ -164,11 +172,12 @@ class AttributionModifier(AttributionOptions, Modifier):
         self._provenance = self._describe(state.model, batches)
         if (text := text_provenance(state.data.calib)) is not None:
             self._provenance["calibration_text"] = text
+        progress = run_progress(state.model, batches)
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
         with DisableQuantization(state.model), fast_compute_dtype(state.model):
             if self.channel_metric == "obs" or self._reconstructs:
                 check_layers(state.model, self._layers, batches[0])
-            self._measured = self._measure(state.model, batches)
+            self._measured = self._measure(state.model, batches, progress)
         if self.save_scores is not None and is_source_process():
             save_scores(self.save_scores, self._measured, self._provenance)
 
@@ -211,19 +220,28 @@ class AttributionModifier(AttributionOptions, Modifier):
             # the recipe that is written beside the checkpoint has the metric of the scores
             self.channel_metric = stored
 
-    def _measure(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> AttributionScores:
+    def _measure(
+        self, model: PreTrainedModel, batches: list[dict[str, Tensor]], progress: Progress | None
+    ) -> AttributionScores:
+        if progress is not None and (measured := _kept_scores(progress)) is not None:
+            return measured
         observers = [LayerObserver(layer, self.channel_metric, self.ema) for layer in self._layers]
         gradients = [GradientObserver(layer, self.channel_metric) for layer in self._layers if self.uses_gradients]
-        observe_batches(model, batches, observers, gradients, self.labels)
+        observe_batches(model, batches, observers, gradients, self.labels, progress)
         sums_L = gather_sums(observers, gradients)
         if self.channel_metric == "obs":
-            channels_LEI = interaction_scores(model, self._layers, batches, sums_L)
+            channels_LEI = interaction_scores(model, self._layers, batches, sums_L, progress)
         else:
             channels_LEI = channel_scores(observers, gradients, sums_L)
         layer_loss_L = None
         if self.layer_noise is not None:
             layer_loss_L = layer_loss_rise(model, self._layers, batches[: self.layer_batches], self.layer_noise)
-        return attribution_scores(observers, sums_L, channels_LEI, layer_loss_L)
+        measured = attribution_scores(observers, sums_L, channels_LEI, layer_loss_L)
+        if progress is not None:
+            save_scores(progress.place(SCORES), measured, self._provenance)
+            # what they were computed from, and what was computed from earlier ones
+            progress.drop(SUMS, INTERACTIONS, KEPT_LAYERS)
+        return measured
 
     def _describe(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
         return {
@@ -235,3 +253,16 @@ class AttributionModifier(AttributionOptions, Modifier):
             "attribution": self.model_dump(exclude={*Modifier.model_fields, "scores", "save_scores"}),
             **environment(),
         }
+
+
+def _kept_scores(progress: Progress) -> AttributionScores | None:
+    """The scores that an equal run has measured."""
+    if (path := progress.kept(SCORES)) is None:
+        return None
+    try:
+        measured, _ = load_scores(path)
+    except CoverageError:
+        progress.discard(SCORES)
+        return None
+    logger.info("Going on with the scores of all layers")
+    return measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from moe_coverage_plugin.checkpoint.saving import save_with_manifest
 from moe_coverage_plugin.core.alignment import align
 from moe_coverage_plugin.core.layouts import stored_widths
 from moe_coverage_plugin.core.ragged import kept_channels
+from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.memory import return_freed_tensors
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modeling.router_mask import mask_router
@@ -37,6 +39,7 @@ from moe_coverage_plugin.modifiers.pruning_checks import check_routers, refuse_n
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 from moe_coverage_plugin.modifiers.reconstruction_pass import reconstruct_layers
+from moe_coverage_plugin.modifiers.resumption import run_progress
 from moe_coverage_plugin.options import ChannelPruningOptions
 
 
@@ -95,7 +98,7 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             check_routers(layers)
         check_quantizers(state.model, layers, after, block_size, self.layout)
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
-        check_run_output(state.model, layers, self._coverage.sparsity, quantized, before)
+        check_run_output(state.model, layers, self._coverage.sparsity, quantized, before, self._kept_share(after))
         if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:
             logger.warning(
                 "channel_metric='obs' scores channels for reconstruct=True: without it, 'fisher' loses less"
@@ -127,6 +130,7 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
                     batches,
                     full=self.refit == "all",
                     quantizer=self._quantizer,
+                    progress=run_progress(state.model, batches),
                 )
             if self._quantizer is not None:
                 self._quantizer.mark_done()
@@ -142,6 +146,14 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             f"Removed {total - kept} of {total} expert channels and {int((self._widths_LE == 0).sum())} experts: "
             f"{self._bytes_before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
         )
+
+    def _kept_share(self, after: Sequence[Modifier]) -> float:
+        """Return the share of the experts' weights that passes layer by layer keep as the progress of the run."""
+        if any(isinstance(other, LayerwiseGPTQModifier) for other in after):
+            return 1.0
+        if not self.reconstruct or self._coverage.sparsity == 0:
+            return 0.0
+        return 1.0 if self.refit == "all" else 1 / len(PROJECTIONS)
 
     def _choose_channels(self, model: PreTrainedModel) -> None:
         """Choose the channels to keep, as the layout can store them."""

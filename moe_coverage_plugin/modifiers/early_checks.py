@@ -8,24 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from compressed_tensors.distributed import is_distributed
 from datasets import Dataset
 from llmcompressor.entrypoints.oneshot import Oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 
+from moe_coverage_plugin.files.progress import check_unused, progress_directory
 from moe_coverage_plugin.files.text_files import no_text
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.options.recipes import MODIFIERS, modifiers_of, names_modifier_of_ours
 
 
 def check_run(run: Oneshot) -> None:
-    """Check the recipe and the data set of a call; one without our modifiers is left to the toolkit.
+    """Check the recipe, the data set and the output of a call; one without our modifiers is left to the toolkit.
 
     Raises:
-        CoverageError: the toolkit would skip modifiers because of the names above them, or the data set has no text.
+        CoverageError: the toolkit would skip modifiers because of the names above them, the data set has no text, or
+            another run with this output is in progress.
     """
     if _has_ours(run.recipe):
         _check_data(run)
+        # ranks, which keep no progress, would find each other
+        if run.output_dir is not None and not is_distributed():
+            check_unused(progress_directory(run.output_dir))
 
 
 def _has_ours(recipe: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from moe_coverage_plugin.calibration.observation import decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers
+from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.oneshot_run import prepare
+from moe_coverage_plugin.modifiers.resumption import run_progress
 
 # experts that are quantized together
 EXPERTS = 32
@@ -92,17 +95,34 @@ class LayerwiseGPTQModifier(GPTQModifier):
             assert state.data.calib is not None
             with torch.random.fork_rng(devices=[]):
                 batches = list(state.data.calib)
+            layers = find_moe_layers(state.model)
+            plan = [repr(layer.widths).encode() for layer in layers]
+            kept = KeptLayers(run_progress(state.model, batches), "Quantization", batches, plan)
             with DisableQuantization(state.model):
-                visit_layers(state.model, find_moe_layers(state.model), batches, self._visit, "Quantization")
+                visit_layers(state.model, layers, batches, partial(self._visit, kept), "Quantization")
             self._done = True
         QuantizationMixin.end_calibration(self, state.model)
 
-    def _visit(self, step: DecoderStep) -> None:
+    def _visit(self, kept: KeptLayers, step: DecoderStep) -> None:
+        if (tensors := kept.load()) is not None:
+            restore(step.decoder_layer, tensors)
+            self.freeze(step)
+            return
         with self.watched(step):
             inputs = step.observe(changes=True, hooked=True)
         for layer, each in inputs:
             self.quantize_experts(layer, each)
         self.quantize_others(step)
+        kept.save(step.decoder_layer, self.quantized(step), {})
+
+    def quantized(self, step: DecoderStep) -> list[Module]:
+        """Return the modules of a decoder layer that are to be quantized, experts included."""
+        return [module for module in step.decoder_layer.modules() if module in self._module_names]
+
+    def freeze(self, step: DecoderStep) -> None:
+        """Mark the modules of a decoder layer as quantized, whose weights and scales were put back."""
+        for module in self.quantized(step):
+            freeze_module_quantization(module)
 
     def mark_done(self) -> None:
         """Tell that all layers were quantized in the pass of another modifier."""

@@ -6,6 +6,7 @@ import sys
 from functools import wraps
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from llmcompressor.core import active_session
 from llmcompressor.entrypoints.oneshot import Oneshot
@@ -16,6 +17,8 @@ from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.modifiers.early_checks import check_run
 
 M = TypeVar("M", bound=Modifier)
+# noted while recipes initialize: later, the pass of one modifier hides the others
+_recipes: WeakKeyDictionary[Oneshot, list[Modifier]] = WeakKeyDictionary()
 
 
 def running_oneshot() -> Oneshot | None:
@@ -67,6 +70,11 @@ def recipe_around(modifier: Modifier) -> tuple[list[Modifier], list[Modifier]]:
     return modifiers[:index], modifiers[index + 1 :]
 
 
+def recipe_of(run: Oneshot) -> list[Modifier]:
+    """Return the recipe of a run whose modifiers are initialized."""
+    return _recipes[run]
+
+
 def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
     """Return the last modifier of one of ``kinds`` before ``modifier`` in the recipe.
 
@@ -93,6 +101,8 @@ def prepare(modifier: Modifier) -> None:
     """
     apply_recipe_args(modifier)
     run = running_oneshot()
+    if run is not None:
+        _recipes[run] = list(active_session().lifecycle.recipe.modifiers)
     pipeline = str(run.dataset_args.pipeline).lower() if run is not None else "independent"
     if pipeline == "datafree":
         raise CoverageError(

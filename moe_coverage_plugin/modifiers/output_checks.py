@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from compressed_tensors.distributed import is_distributed
 from compressed_tensors.offload import disable_onloading
 from llmcompressor.modifiers import Modifier
 from torch.nn import Module
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.checkpoint.contents import WEIGHTS
 from moe_coverage_plugin.checkpoint.staging import check_output
+from moe_coverage_plugin.files.progress import progress_directory, stored_bytes
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -19,7 +21,12 @@ from moe_coverage_plugin.modifiers.oneshot_run import running_oneshot
 
 
 def check_run_output(
-    model: PreTrainedModel, layers: Sequence[MoELayer], sparsity: float, quantized: bool, before: Sequence[Modifier]
+    model: PreTrainedModel,
+    layers: Sequence[MoELayer],
+    sparsity: float,
+    quantized: bool,
+    before: Sequence[Modifier],
+    progress: float = 0.0,
 ) -> None:
     """Check that the checkpoint can be written where the run will write it.
 
@@ -29,6 +36,7 @@ def check_run_output(
         sparsity: fraction of their channels that will be removed.
         quantized: whether a quantizer follows.
         before: modifiers before the pruning, which may write scores.
+        progress: share of the experts' remaining weights that the run keeps beside the output until it ends.
 
     Raises:
         CoverageError: scores would be written into the output, the generation config cannot be saved, or see
@@ -49,7 +57,11 @@ def check_run_output(
         expert_bytes = sum(linear.weight.nbytes for layer in layers for linear in expert_linears(layer))
     kept_bytes = int(model_bytes(model) - expert_bytes * sparsity)
     # a lower bound, so that no run that would fit stops: four bits and scales take more than a quarter of 16
-    check_output(output, needed_bytes=kept_bytes // 4 if quantized else kept_bytes)
+    needed_bytes = kept_bytes // 4 if quantized else kept_bytes
+    if not is_distributed():
+        progress_bytes = int(expert_bytes * (1 - sparsity) * progress)
+        needed_bytes += max(0, progress_bytes - stored_bytes(progress_directory(output)))
+    check_output(output, needed_bytes)
     _check_generation(model)
 
 

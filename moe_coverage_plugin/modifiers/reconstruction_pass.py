@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.distributed import is_distributed
 from loguru import logger
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
@@ -20,16 +21,20 @@ from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
 from moe_coverage_plugin.core.refit import Tokens, refit_expert
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
 from moe_coverage_plugin.modeling.router_mask import mask_router
-from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, remove_expert
+from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, prune_layer, remove_expert
+from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # tokens of each expert that a refit of gate_proj and up_proj uses
 TOKENS = 4096
 # experts whose matrices and outputs exist at the same time
 EXPERTS = 32
+# experts are counted by what was fitted, and the counts are kept with each layer
+COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
 
 
 def reconstruct_layers(
@@ -40,6 +45,7 @@ def reconstruct_layers(
     batches: Sequence[Batch],
     full: bool,
     quantizer: LayerwiseGPTQModifier | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fit and prune all layers, one after the other, so that later layers are fitted to the outputs of earlier ones.
 
@@ -51,14 +57,18 @@ def reconstruct_layers(
         batches: the calibration data of this rank.
         full: fit ``gate_proj`` and ``up_proj`` too.
         quantizer: quantizes each layer once it is pruned.
+        progress: keeps each layer; one that it has is not fitted again.
     """
+    channels = [kept_N.numpy().tobytes() for layer in layers for kept_N in kept[layer.name]]
+    plan = repr((list(kept), [list(map(len, kept_E)) for kept_E in kept.values()], padded_width, full))
+    finished = KeptLayers(progress, "Reconstruction", batches, [plan.encode(), *channels])
     # experts are removed before the pass, so that their tokens are already routed to the kept experts
     for layer in layers:
         for index, kept_N in enumerate(kept[layer.name]):
             if kept_N.numel() == 0 and padded_width is None:
                 remove_expert(layer, index)
         mask_router(layer)
-    reconstruction = _Reconstruction(kept, padded_width, full, quantizer)
+    reconstruction = _Reconstruction(kept, padded_width, full, quantizer, finished)
     visited = layers if quantizer is None else find_moe_layers(model)
     visit_layers(model, visited, batches, reconstruction.visit, "Reconstruction")
     reconstruction.report()
@@ -73,8 +83,12 @@ class _Reconstruction:
         padded_width: int | None,
         full: bool,
         quantizer: LayerwiseGPTQModifier | None,
+        finished: KeptLayers,
     ):
         self._kept, self._padded_width, self._full, self._quantizer = kept, padded_width, full, quantizer
+        self._finished = finished
+        # projections of the decoder layer that were fitted
+        self._fitted: list[Module] = []
         self._counts: Counter[str] = Counter()
 
     def visit(self, step: DecoderStep) -> None:
@@ -82,6 +96,10 @@ class _Reconstruction:
         quantizer = self._quantizer
         if quantizer is None and not step.layers:
             return
+        if (tensors := self._finished.load()) is not None:
+            self._restore(step, tensors)
+            return
+        before = self._counts.copy()
         with nullcontext() if quantizer is None else quantizer.watched(step):
             inputs = step.observe(changes=True, hooked=quantizer is not None)
         for layer, each in inputs:
@@ -91,10 +109,24 @@ class _Reconstruction:
                 quantizer.quantize_experts(layer, each)
         if quantizer is not None:
             quantizer.quantize_others(step)
+        changed = [*self._fitted, *(quantizer.quantized(step) if quantizer is not None else [])]
+        counts = torch.tensor([self._counts[name] - before[name] for name in COUNTED])
+        self._finished.save(step.decoder_layer, changed, {COUNTS: counts})
+        self._fitted = []
+
+    def _restore(self, step: DecoderStep, tensors: dict[str, Tensor]) -> None:
+        """Make a decoder layer what an equal run has made of it."""
+        self._counts.update(dict(zip(COUNTED, tensors.pop(COUNTS).tolist(), strict=True)))
+        for layer in step.layers:
+            if layer.name in self._kept:
+                prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
+        restore(step.decoder_layer, tensors)
+        if self._quantizer is not None:
+            self._quantizer.freeze(step)
 
     def report(self) -> None:
         """Say what was fitted, and what was not because held-back tokens were not better for it."""
-        full, down, unchanged = (self._counts[name] for name in ("refitted", "fitted", "unchanged"))
+        full, down, unchanged = (self._counts[name] for name in COUNTED)
         logger.info(
             f"Reconstruction fitted all projections of {full} experts and down_proj of {down}; {unchanged} keep their "
             "weights, because tokens held back from the fit are no better with it, or too few"
@@ -112,6 +144,7 @@ class _Reconstruction:
                 for index, grams_2II in zip(experts, grams_2DII.unbind(1), strict=True)
             }
             prune_experts(layer, {index: kept_E[index] for index in experts}, self._padded_width, fits)
+            self._fitted += [projections(layer.mlps[index])[name] for index, fit in fits.items() for name in fit]
             if self._quantizer is not None:
                 self._quantizer.quantize_experts(layer, inputs, experts)
         others = {index: kept_N for index, kept_N in enumerate(kept_E) if index not in pruned}

@@ -1,0 +1,208 @@
+"""A job that is killed goes on from what it finished, and its checkpoint is that of a job that was not killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_coverage_plugin.files.progress import Progress
+from tests import processes
+from tests.checkpoint.runs import config_json, tensors
+from tests.modifiers.harness import save_tiny
+from tests.tiny import add_tokenizer
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[2]
+LAYERS, BATCHES = 3, 3
+SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "vocab_size": 512}
+COMPLETE = {"batch": BATCHES, "score": LAYERS, "fit": LAYERS, "quantize": LAYERS}
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "model"
+    return add_tokenizer(save_tiny(directory, num_hidden_layers=LAYERS, **SHAPE))
+
+
+def start(model: Path, output: Path, **order: Any) -> Any:
+    order |= {"model": str(model), "output": str(output)}
+    return processes.start("-m", "tests.faults.resumed_runs", json.dumps(order), cwd=REPOSITORY)
+
+
+def job(model: Path, output: Path, **order: Any) -> dict[str, Any]:
+    """A run in a process of its own, to its end: the work that it did, and what it logged."""
+    program = start(model, output, **order)
+    assert program.wait() == 0, program.stderr[-4000:]
+    return json.loads(program.stdout.splitlines()[-1])
+
+
+def work(done: dict[str, Any]) -> dict[str, int]:
+    """How often a run did each kind of work."""
+    return {kind: done["work"].get(kind, 0) for kind in COMPLETE}
+
+
+def kill(model: Path, output: Path, kind: str, number: int, **order: Any) -> str:
+    """A run that is killed before it does a kind of work for another time: what it logged."""
+    program = start(model, output, kill=[kind, number], **order)
+    assert program.wait() == KILLED, program.stderr[-4000:]
+    assert not output.exists()
+    return program.stderr
+
+
+def assert_equal(output: Path, expected: Path) -> None:
+    """Two checkpoints are equal bit for bit, and nothing is left beside them."""
+    assert config_json(output) == config_json(expected)
+    one, other = tensors(output), tensors(expected)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not (output.parent / f".{output.name}.progress").exists()
+
+
+@pytest.fixture(scope="module")
+def complete(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("complete") / "out"
+    done = job(model, output)
+    assert work(done) == COMPLETE
+    assert not any("oing on" in message for message in done["messages"])
+    assert sum("Progress is kept in" in message for message in done["messages"]) == 1
+    return output
+
+
+# moment, and what is left to do then
+MOMENTS = {
+    "second batch": (("batch", 1), COMPLETE | {"batch": BATCHES - 1}),
+    "third score": (("score", 2), COMPLETE | {"batch": 0, "score": LAYERS - 2}),
+    "third fit": (("fit", 2), COMPLETE | {"batch": 0, "score": 0, "fit": 1, "quantize": 1}),
+    "second quantization": (("quantize", 1), COMPLETE | {"batch": 0, "score": 0, "fit": 2, "quantize": 2}),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_goes_on_from_what_was_finished(model: Path, complete: Path, tmp_path: Path, moment: str):
+    where, left = MOMENTS[moment]
+    kill(model, tmp_path / "out", *where)
+    done = job(model, tmp_path / "out")
+    assert work(done) == left
+    assert any("oing on" in message for message in done["messages"])
+    assert_equal(tmp_path / "out", complete)
+
+
+@pytest.mark.parametrize("number", [1, 4, 7])
+def test_a_run_that_is_killed_while_it_keeps_something(model: Path, complete: Path, tmp_path: Path, number: int):
+    """The sums of two batches, the scores of the second layer, and the second layer that is pruned."""
+    kill(model, tmp_path / "out", "write", number)
+    assert list(tmp_path.glob(".out.progress/.*.partial"))
+    done = job(model, tmp_path / "out")
+    left = {1: {"batch": 2}, 4: {"batch": 0, "score": 2}, 7: {"batch": 0, "score": 0, "fit": 2, "quantize": 2}}
+    assert work(done) == COMPLETE | left[number]
+    assert_equal(tmp_path / "out", complete)
+
+
+# --- what is not taken over
+
+
+@pytest.fixture(scope="module")
+def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Progress of a run with two finished layers."""
+    directory = tmp_path_factory.mktemp("killed")
+    kill(model, directory / "out", "fit", 2)
+    return directory / ".out.progress"
+
+
+@pytest.fixture
+def output(killed: Path, tmp_path: Path) -> Path:
+    """An output with this progress."""
+    shutil.copytree(killed, tmp_path / ".out.progress")
+    return tmp_path / "out"
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("differs", ["recipe", "calibration data", "weights of the model", "versions", "all fields"])
+def test_another_run_starts_from_the_beginning(model: Path, output: Path, differs: str):
+    described = output.parent / ".out.progress" / "run.json"
+    order: dict[str, Any] = {}
+    match differs:
+        case "recipe":
+            order = {"sparsity": 0.25}
+        case "calibration data":
+            order = {"samples": 23}
+        case "weights of the model":
+            order = {"bfloat16": True}
+        case "versions":
+            change(described, torch.__version__, "1.0")
+        case "all fields":
+            described.unlink()
+    log = kill(model, output, "batch", 0, **order)
+    (message,) = (line for line in log.splitlines() if "of another run" in line)
+    assert differs in message
+    assert "oing on" not in log
+
+
+def test_files_of_the_model_that_changed(model: Path, output: Path):
+    (model / "notes.txt").touch()
+    try:
+        assert "(files of the model differ)" in kill(model, output, "batch", 0)
+    finally:
+        (model / "notes.txt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [("scores", "changed"), ("layers.*.1", "changed"), ("layers.*.1", "cut off")]
+)
+def test_damaged_files_are_removed_with_a_warning(model: Path, complete: Path, output: Path, name: str, damage: str):
+    (path,) = output.parent.glob(f".out.progress/run.{name}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data[:-9] if damage == "cut off" else data)
+    done = job(model, output)
+    left = {} if name == "scores" else {"batch": 0, "score": 0, "fit": 2, "quantize": 2}
+    assert work(done) == COMPLETE | left
+    (message,) = (each for each in done["messages"] if "is damaged" in each)
+    assert path.name in message
+    assert_equal(output, complete)
+
+
+def test_two_runs_at_once(model: Path, output: Path):
+    """The second one stops before it calibrates, and the first one goes on."""
+    directory = output.parent / ".out.progress"
+    running = Progress(directory, "text", {})
+    second = start(model, output)
+    assert second.wait() == 1
+    assert f"CoverageError: {directory} is in use by another run" in second.stderr
+    running.close()
+    assert len(list(directory.iterdir())) > 3
+
+
+# --- models and recipes
+
+
+@pytest.mark.parametrize(
+    ("order", "moment"),
+    [
+        ({"offload": True, "ignore": ["model.layers.0"]}, ("fit", 1)),
+        ({"bfloat16": True, "sparsity": 0.75}, ("fit", 2)),
+        ({"quantizes": False, "pruning": {"layout": "padded", "refit": "down"}}, ("fit", 2)),
+        ({"only_quantizes": True}, ("quantize", 2)),
+    ],
+)
+def test_models_and_recipes(model: Path, tmp_path: Path, order: dict[str, Any], moment: tuple[str, int]):
+    """Offloaded with an ignored layer, in bfloat16 with removed experts, padded without quantization, unpruned."""
+    all_work = work(job(model, tmp_path / "complete", **order))
+    kill(model, tmp_path / "out", *moment, **order)
+    done = job(model, tmp_path / "out", **order)
+    assert work(done)[moment[0]] == all_work[moment[0]] - moment[1]
+    assert work(done)["batch"] == 0
+    assert_equal(tmp_path / "out", tmp_path / "complete")
