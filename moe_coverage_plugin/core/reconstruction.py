@@ -14,12 +14,15 @@ bias of ``down_proj`` is common to both sides and cancels.
 
 How much of the fit carries over to other text depends on the expert: on its tokens, its channels, and how many of them
 are pruned. ``lambda`` is therefore chosen for each expert by tokens that were held back from the fit
-(:func:`choose_ridge`), and no fit at all is one of the choices.
+(:func:`choose_ridge`), and no fit at all is one of the choices. Held-back tokens are of the calibration text too. For
+other text, of all fits that gain nearly as much as the best one on them, the one nearest to the old columns is taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +30,10 @@ from torch import Tensor
 RIDGE = 1e-2
 # candidates, relative to the mean of the diagonal of G_kk; infinite: the old columns
 RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, math.inf)
+# of the gain of the best fit on held-back tokens, what the fit that is taken must gain
+GAIN_SHARE = 0.85
+
+T = TypeVar("T")
 
 
 def gram(a_MI: Tensor, routing_weight_M: Tensor) -> Tensor:
@@ -61,7 +68,7 @@ def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: fl
 
 
 def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Tensor) -> float:
-    """The ridge of :data:`RIDGES` whose fit has the least error on held-back tokens.
+    """The ridge of :data:`RIDGES` that held-back tokens choose (:func:`nearest_fit`).
 
     Args:
         down_HI: the unpruned weight.
@@ -70,7 +77,8 @@ def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Te
         kept_N: indices of the kept channels.
 
     Returns:
-        The ridge, infinite if no fit is better than the old columns, or there are no tokens to fit or to test.
+        The largest ridge that gains nearly as much, infinite if no fit is better than the old columns, or there are no
+        tokens to fit or to test.
     """
     kept_N = kept_N.to(down_HI.device)
     fitted_II, held_II = (each.to(down_HI.device, torch.float64) for each in (fitted_II, held_II))
@@ -81,14 +89,24 @@ def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Te
     down_HP = down_HI.detach()[:, pruned_P].double()
     outputs_PP = down_HP.T @ down_HP
     held_NN, held_NP = held_II[kept_N][:, kept_N], held_II[kept_N][:, pruned_P]
-    # of old columns; it is common to all, so only what a fit adds to it is compared
-    best, least = math.inf, 0.0
-    for ridge in RIDGES[:-1]:
+    # the error of old columns is common to all, so only what a fit takes from it is compared
+    gains = {}
+    for ridge in reversed(RIDGES[:-1]):
         transfer_NP = _transfer(fitted_II, kept_N, pruned_P, ridge)
-        added_PP = transfer_NP.T @ (held_NN @ transfer_NP - 2 * held_NP)
-        if (added := float((added_PP * outputs_PP).sum())) < least:
-            best, least = ridge, added
-    return best
+        gained_PP = transfer_NP.T @ (2 * held_NP - held_NN @ transfer_NP)
+        gains[ridge] = float((gained_PP * outputs_PP).sum())
+    best = nearest_fit(gains)
+    return math.inf if best is None else best
+
+
+def nearest_fit(gains: Mapping[T, float]) -> T | None:
+    """The first fit that gains :data:`GAIN_SHARE` of what the best one gains, ``None`` if none gains anything.
+
+    Args:
+        gains: by how much each fit lowers the error on held-back tokens, the fit nearest to the old weights first.
+    """
+    most = max(gains.values())
+    return next(fit for fit, gain in gains.items() if gain >= GAIN_SHARE * most) if most > 0.0 else None
 
 
 def _others(kept_N: Tensor, channels: int) -> Tensor:

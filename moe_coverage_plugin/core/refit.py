@@ -11,26 +11,25 @@ conjugate gradients on
 
     (J^T J + mu I) X = J^T r,    J X = g W' act'(h) (X x),    r = g (z - W' act(h)).
 
-Few steps regularise, as ``mu`` does. The change is taken in full, by half or by a quarter, whichever has the least
-error on tokens that were held back, and only if that is below the error without it. The columns of ``down_proj`` are
-then solved for again, with a ridge that is chosen by the held-back tokens.
+Few steps regularise, as ``mu`` does. The change is taken by a quarter, by half or in full, as tokens that were held
+back choose (:func:`~moe_coverage_plugin.core.reconstruction.nearest_fit`), and not at all if their error is not lower
+for it. The columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import RIDGES
+from moe_coverage_plugin.core.reconstruction import RIDGES, nearest_fit
 
 STEPS = 8
 # mu, relative to the mean of the diagonal of J^T J
 DAMPING = 1e-2
-LENGTHS = (1.0, 0.5, 0.25)
+LENGTHS = (0.25, 0.5, 1.0)
 # fewer tokens than this, on either side, say too little about an expert
 FEWEST_TOKENS = 8
 
@@ -114,9 +113,8 @@ def refit_expert(
 
     step_OH = _gauss_newton_step(fitted, rows_OH, bias_O, columns_HN, act)
     before = error(held, rows_OH, columns_HN)
-    errors = {length: error(held, rows_OH + length * step_OH, columns_HN) for length in LENGTHS}
-    length = min(errors, key=lambda each: errors[each])
-    if not errors[length] < before:
+    length = nearest_fit({each: before - error(held, rows_OH + each * step_OH, columns_HN) for each in LENGTHS})
+    if length is None:
         return None
     rows_OH = rows_OH + length * step_OH
     a_MN = act(every.x_MH @ rows_OH.T + bias_O)
@@ -179,13 +177,12 @@ def _solve_down(problem: _Problem, a_MN: Tensor, held_M: Tensor, old_HN: Tensor)
     held_NN, held_NH = a_MN[held_M].T @ a_MN[held_M], a_MN[held_M].T @ left_MH[held_M]
     fitted_NN, fitted_NH = a_MN[~held_M].T @ a_MN[~held_M], a_MN[~held_M].T @ left_MH[~held_M]
 
-    best, least = math.inf, 0.0
-    for ridge in RIDGES[:-1]:
+    gains = {}
+    for ridge in reversed(RIDGES[:-1]):
         change_NH = _ridge_solution(fitted_NN, fitted_NH, ridge)
-        # what the change adds to the error
-        if (added := float((change_NH * (held_NN @ change_NH - 2 * held_NH)).sum())) < least:
-            best, least = ridge, added
-    if math.isinf(best):
+        gains[ridge] = float((change_NH * (2 * held_NH - held_NN @ change_NH)).sum())
+    best = nearest_fit(gains)
+    if best is None:
         return old_HN
     change_NH = _ridge_solution(fitted_NN + held_NN, fitted_NH + held_NH, best)
     return (old_HN.double() + change_NH.T).to(old_HN.dtype)

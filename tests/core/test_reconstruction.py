@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import RIDGES, choose_ridge, gram, reconstruct_down
+from moe_coverage_plugin.core.reconstruction import (
+    GAIN_SHARE,
+    RIDGES,
+    choose_ridge,
+    gram,
+    nearest_fit,
+    reconstruct_down,
+)
 
 H, I, T = 5, 8, 40  # noqa: E741 - the axis letters
 
@@ -131,14 +138,26 @@ class Case:
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), kept_sets, token_counts, token_counts)
-def test_chosen_ridge_has_the_least_error_on_held_back_tokens(seed: int, kept: set[int], fitted: int, held: int):
+def test_chosen_ridge_is_the_largest_that_gains_nearly_as_much(seed: int, kept: set[int], fitted: int, held: int):
     """Compared with the sum over held-back tokens for each ridge; no fit is one of them, so none is worse than it."""
     case, kept_N = Case(seed, fitted, held), torch.tensor(sorted(kept))
-    errors = {ridge: case.held_error(kept_N, ridge) for ridge in RIDGES}
-    chosen = case.chosen(kept_N)
+    before, *gains = (case.held_error(kept_N, ridge) for ridge in (math.inf, *RIDGES[:-1]))
+    gains = {ridge: before - error for ridge, error in zip(RIDGES, gains, strict=False)}
+    chosen, most = case.chosen(kept_N), max(gains.values())
+    rounding = 1e-9 * before
     assert chosen in RIDGES
-    assert errors[chosen] == pytest.approx(min(errors.values()), rel=1e-9)
-    assert errors[chosen] <= errors[math.inf]
+    assert (chosen == math.inf) == (most <= 0) or abs(most) <= rounding
+    if chosen != math.inf:
+        assert gains[chosen] >= GAIN_SHARE * most - rounding
+        assert all(gain < GAIN_SHARE * most + rounding for ridge, gain in gains.items() if ridge > chosen)
+
+
+def test_the_first_fit_that_gains_enough_is_taken():
+    assert nearest_fit({"near": 0.84, "far": 0.86, "farther": 1.0, "farthest": -1.0}) == "far"
+    assert nearest_fit({"near": 1.0, "far": 1.0}) == "near"
+    assert nearest_fit({"near": 0.0, "far": -1.0}) is None
+    assert nearest_fit({"near": -1.0, "far": 1e-12}) == "far"
+    assert nearest_fit({"near": math.nan}) is None
 
 
 def test_each_ridge_is_chosen_for_some_expert():
@@ -147,10 +166,13 @@ def test_each_ridge_is_chosen_for_some_expert():
     assert chosen == set(RIDGES)
 
 
-def test_tokens_that_are_held_back_and_fitted_choose_the_least_ridge():
-    case = Case(0, 30, 10)
-    case.held = case.fitted
-    assert case.chosen(torch.tensor([0, 2, 3, 6])) == min(RIDGES)
+def test_a_pruned_channel_that_is_a_small_sum_of_kept_ones_needs_the_least_ridge():
+    """A ridge shrinks what kept channels take over, most where they are small."""
+    case, kept_N = Case(0, 30, 30), torch.arange(4)
+    for a_TI, _ in (case.fitted, case.held):
+        a_TI[:, 3] *= 0.03
+        a_TI[:, 4:] = 30 * a_TI[:, 3:4]
+    assert case.chosen(kept_N) == min(RIDGES)
 
 
 def test_no_fit_if_held_back_tokens_are_unrelated():
