@@ -60,7 +60,7 @@ def _sampled_hash(model: Module) -> str:
                 if not tensor.is_meta and tensor.numel():
                     places = torch.linspace(0, tensor.numel() - 1, SAMPLED_VALUES).long().to(tensor.device)
                     values = tensor.detach()[torch.unravel_index(places, tensor.shape)]
-                    digest.update(values.cpu().view(torch.uint8).numpy().tobytes())
+                    digest.update(values.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

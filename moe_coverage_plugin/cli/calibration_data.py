@@ -77,7 +77,7 @@ def with_own_text(given: Dataset | None, model: PreTrainedModel, arguments: Name
 
 def _own_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: str, **options: int) -> Dataset:
     """Text that the model writes itself, or that it wrote for an equal run with this output that was killed."""
-    description = describe_model(model) | options | environment()
+    description = describe_model(model) | options | {"versions": environment()["versions"]}
     with closing(Progress(progress_directory(output), "text", description)) as progress:
         if (kept := progress.load("own")) is not None:
             logger.info(f"Going on with the {len(kept['ids_WS'])} windows of text that the model has written already")

@@ -45,7 +45,8 @@ def run_progress(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -
             "recipe": _described(recipe_of(run)),
             "compute dtype": str(choose_compute_dtype(model).dtype),
             "device": model.device.type,
-            **environment(),
+            # not the seed, which differs in each process that sets none: it decides about the order of data only
+            "versions": environment()["versions"],
         }
         _progress[run] = Progress(progress_directory(run.output_dir), "run", description)
     return _progress[run]

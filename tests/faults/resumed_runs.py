@@ -105,6 +105,7 @@ def run(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.seed()  # forks would have the same one
     tqdm.tqdm.monitor_interval = 0
     given = json.loads(sys.argv[1])
     kept_sums.SECONDS = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe_coverage_plugin import load_scores
+from moe_coverage_plugin import Manifest, load_scores
 from moe_coverage_plugin.files.progress import Progress
-from moe_coverage_plugin.manifest import SCORES_NAME
+from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME
 from tests import processes
 from tests.checkpoint.runs import config_json, tensors
-from tests.modifiers.harness import save_tiny
+from tests.faults import resumed_runs
+from tests.modifiers.harness import refusal, save_tiny
 from tests.tiny import add_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -68,9 +70,21 @@ def kill(model: Path, output: Path, kind: str, number: int, **order: Any) -> str
     return program.stderr
 
 
+def described(checkpoint: Path) -> list[Any]:
+    """The config and the entry of a checkpoint, without the seed of the process that wrote it."""
+    config = config_json(checkpoint)
+    entry = (config if CONFIG_KEY in config else config["quantization_config"]).pop(CONFIG_KEY, None)
+    if entry is None:
+        return [config]
+    manifest = Manifest.from_checkpoint(checkpoint)
+    assert manifest is not None
+    manifest.provenance.pop("torch_seed")
+    return [config, manifest]
+
+
 def assert_equal(output: Path, expected: Path) -> None:
     """Two checkpoints are equal bit for bit, and nothing is left beside them."""
-    assert config_json(output) == config_json(expected)
+    assert described(output) == described(expected)
     one, other = tensors(output), tensors(expected)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -223,3 +237,12 @@ def test_text_that_the_model_wrote_is_not_written_again(model: Path, tmp_path: P
     assert again.wait() == 0, again.stderr[-4000:]
     assert load_scores(tmp_path / "out" / SCORES_NAME)[1]["calibration_text"]["samples"] == 8
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_free_space_is_needed_for_the_progress_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that would have room for the checkpoint alone; half of the experts' weights are kept twice."""
+    stored = sum(tensor.nbytes for tensor in tensors(model).values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=stored - 1000))
+    message = refusal(model, resumed_runs.recipe({"quantizes": False}), tmp_path / "out")
+    assert re.search(r"needs about .* GiB free: make room", message)
