@@ -11,7 +11,7 @@ import inspect
 import pickle
 import re
 from importlib.util import find_spec
-from inspect import getsource
+from inspect import getsource, signature
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from llmcompressor.modifiers.pruning import ConstantPruningModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.utils import append_recipe_dict
 from llmcompressor.transformers.compression import compressed_tensors_utils as toolkit_saving
+from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -123,6 +124,11 @@ def test_recipe_args_are_stored_only() -> None:
 
 def test_toolkit_computes_experts_one_after_another() -> None:
     assert re.search(r"\bfor \w+ in range\(|\bfor .* in enumerate\(", getsource(LinearExperts2D.forward))
+
+
+def test_toolkit_leaves_modules_on_cpus_out_of_the_exchange() -> None:
+    assert signature(broadcast_qparams_and_cleanup).parameters["skip_cpu"].default is True
+    assert "skip_cpu" not in getsource(GPTQModifier)
 
 
 def test_toolkit_does_not_find_experts_in_a_list() -> None:

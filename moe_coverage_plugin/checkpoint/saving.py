@@ -209,7 +209,9 @@ def largest_layer_bytes(model: PreTrainedModel) -> int:
 def _manifest(model: PreTrainedModel, record: PruningRecord) -> Manifest:
     widths = {layer.name: layer.widths for layer in find_moe_layers(model)}
     fields = record.layout, record.intermediate_size, widths, record.block_size, record.provenance
-    return Manifest(*fields, tokens=record.tokens)
+    # counts name experts by their numbers, which change if the toolkit removes experts of a pruned model
+    tokens = {name: counts for name, counts in record.tokens.items() if len(counts) == len(widths.get(name, ()))}
+    return Manifest(*fields, tokens=tokens)
 
 
 def _add_companions(

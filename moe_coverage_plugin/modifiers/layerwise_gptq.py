@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.distributed import is_distributed
+from compressed_tensors.distributed import greedy_bin_packing, is_distributed
+from compressed_tensors.offload import get_execution_device, update_offload_parameter
 from compressed_tensors.quantization import QuantizationStrategy
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -21,10 +22,12 @@ from llmcompressor.modifiers.quantization.calibration import (
 from llmcompressor.utils.helpers import DisableQuantization
 from pydantic import PrivateAttr
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.calibration_set import check_batches
+from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import decoder_layers
@@ -37,6 +40,8 @@ from moe_coverage_plugin.modifiers.resumption import run_progress
 
 # experts that are quantized together
 EXPERTS = 32
+# parameters that quantization changes
+QUANTIZED = ("weight", "weight_scale", "weight_zero_point")
 # of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero
 FLOOR = 1e-9
 
@@ -195,6 +200,23 @@ class LayerwiseGPTQModifier(GPTQModifier):
         self.compress_modules()
         for module in modules:
             freeze_module_quantization(module)
+
+    def compress_modules(self) -> None:
+        """Quantize all modules that have a Hessian matrix, each on one rank, for all ranks; collective."""
+        if not is_distributed():
+            super().compress_modules()
+            return
+        # as the toolkit assigns them
+        _, _, owners = greedy_bin_packing(
+            list(self._hessians), dist.get_world_size(), item_weight_fn=lambda module: self._hessians[module].shape[0]
+        )
+        super().compress_modules()
+        for module, owner in owners.items():
+            # patch: cpu-ranks
+            if get_execution_device(module) == torch.device("cpu"):
+                own = {name: getattr(module, name).detach() for name in QUANTIZED if hasattr(module, name)}
+                for name, value in gather_over_ranks(own)[owner].items():
+                    update_offload_parameter(module, name, value)
 
     def _modules_of(self, step: DecoderStep) -> list[Linear]:
         return [

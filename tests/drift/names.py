@@ -122,7 +122,13 @@ STAND_INS = {
 NOT_INSTANTIATED = {f"{OURS}.serving.unavailable_config.UnavailableConfig"}
 
 # public methods of our classes that override nothing of theirs
-OWN_METHODS = {f"{OURS}.modifiers.coverage.CoverageModifier.check_budget"}
+OWN_METHODS = {
+    f"{OURS}.modifiers.coverage.CoverageModifier.check_budget",
+    *(
+        f"{OURS}.modifiers.layerwise_gptq.LayerwiseGPTQModifier.{name}"
+        for name in ("quantized", "freeze", "mark_done", "watched", "quantize_others", "quantize_experts")
+    ),
+}
 
 # attributes that the declared class of a value lacks: those of its subclasses, and our own
 ELSEWHERE = {

@@ -131,6 +131,10 @@ def test_reap_in_a_later_run(source: Path, tmp_path: Path):
     model = compress(pruned, REAPPruningModifier(sparsity=0.25), output_dir=str(output))
     assert {len(layer) for layer in widths(model)} == {EXPERTS * 3 // 4}
     assert torch.equal(logits(load(output)), logits(model))
+    # calibration tokens were those of other experts
+    manifest = Manifest.from_checkpoint(output)
+    assert manifest is not None
+    assert not manifest.tokens
 
 
 # --- models as the toolkit offers them
