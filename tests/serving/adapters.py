@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_coverage_plugin.manifest import CHECKSUM_KEY, CONFIG_KEY, checksum
 from moe_coverage_plugin.serving.packing import dequantize, unpack_zero_points
 
 RANK, ALPHA = 4, 8
@@ -49,6 +50,10 @@ def merge(checkpoint: Path, adapter: Path, directory: Path) -> Path:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     if ignored:
         config["quantization_config"]["ignore"] += sorted({*ignored})
+        # the record of tensors names the packed ones
+        entry = (config | config["quantization_config"])[CONFIG_KEY]
+        entry.pop("contents", None)
+        entry[CHECKSUM_KEY] = checksum(entry)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

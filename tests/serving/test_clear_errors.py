@@ -246,7 +246,7 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_draft_models() -> None:
     """Also beside a model of another class that is not ours: vLLM has no hook for draft models."""
     speculative = {"method": "draft_model", "model": str(checkpoint_path("ragged_fp32")), "num_speculative_tokens": 1}
-    target = checkpoint_path("sources/mixtral_torch.float32")
+    target = checkpoint_path("sources/qwen2_moe_torch.float32")
     message = r"the draft model .*ragged_fp32 cannot be served: weights are to be offloaded"
     with pytest.raises(ValueError, match=message):
         open_engine(target, speculative_config=speculative, offload_group_size=2, offload_params={"experts"})

@@ -80,7 +80,8 @@ def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
         assert sum(experts) == stored_bytes_of_experts(path)
         # the command shows the placement that the engine computes
         ratio = max(experts) * 2 / sum(experts)
-        assert ratio < 1.02
+        # of so small a model, one block of channels is 0.03 of the mean rank
+        assert ratio < 1.03
         shown = _summary(read_checkpoint(path))["expert_parallel"]
         assert 2 in shown["legal"]
         assert [each["bytes"] for ranks, each in shown["balance"].items() if ranks == "2"] in ([ratio], [])
