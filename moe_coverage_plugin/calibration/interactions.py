@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.gathering import LayerSums
 from moe_coverage_plugin.calibration.gram import channel_grams
-from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
 
-# experts of a layer whose matrices exist at the same time
-EXPERTS = 32
 # name of what is kept of a layer, before the name of the layer
 SCORES = "interactions"
 

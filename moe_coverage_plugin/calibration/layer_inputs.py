@@ -16,6 +16,8 @@ from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_o
 from moe_coverage_plugin.core.refit import Tokens
 from moe_coverage_plugin.modeling.routing import Routing
 
+# experts of a layer whose matrices exist at the same time
+EXPERTS = 32
 # rows of an expert that are computed together
 ROWS = 16384
 

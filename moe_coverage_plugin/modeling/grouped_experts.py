@@ -179,7 +179,7 @@ class ConvertedLinear(torch.autograd.Function):
     def forward(ctx: Any, x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:
         """Compute ``x @ weight.T + bias`` in the dtype of ``x``."""
         ctx.save_for_backward(weight_OA)
-        return linear(x_MA, weight_OA.to(x_MA.dtype), None if bias_O is None else bias_O.to(x_MA.dtype))
+        return _converted(x_MA, weight_OA, bias_O)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch declares any number of gradients

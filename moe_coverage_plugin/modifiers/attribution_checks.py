@@ -14,7 +14,7 @@ from llmcompressor.modifiers.quantization import QuantizationMixin
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.interactions import EXPERTS
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.calibration_set import check_batches
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
-from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
@@ -38,8 +38,6 @@ from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.oneshot_run import prepare
 from moe_coverage_plugin.modifiers.resumption import run_progress
 
-# experts that are quantized together
-EXPERTS = 32
 # parameters that quantization changes
 QUANTIZED = ("weight", "weight_scale", "weight_zero_point")
 # of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero

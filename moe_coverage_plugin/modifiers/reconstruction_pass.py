@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.gram import channel_grams
-from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
@@ -31,8 +31,6 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # tokens of each expert that a refit of gate_proj and up_proj uses
 TOKENS = 4096
-# experts whose matrices and outputs exist at the same time
-EXPERTS = 32
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
 

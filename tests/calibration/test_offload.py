@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.offload.module import offload_module, remove_module_offload
 from llmcompressor import oneshot
 
 from moe_coverage_plugin import AttributionModifier
 from moe_coverage_plugin.modeling.grouped_experts import LinearProjection
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import FIELDS, open_stock, save_float64
+from tests.modifiers.harness import offload_to_disk
 from tests.tiny import token_batches
 
 pytestmark = pytest.mark.slow
@@ -22,9 +22,7 @@ def on_disk(source: Path, directory: Path):
     """Open the model with all weights offloaded to disk."""
     model = open_stock(source, linear=True)
     directory.mkdir()
-    for module in model.modules():
-        remove_module_offload(module)
-        offload_module(module, "cpu", "disk", offload_dir=str(directory))
+    offload_to_disk(model, directory)
     return model
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.offload.module import offload_module, remove_module_offload
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers import Modifier
@@ -89,6 +90,13 @@ def compress_causally(model: PreTrainedModel, recipe: Any, **options: Any) -> Pr
         return compress(model, recipe, **options)
     finally:
         unmark_causal_attention(model)
+
+
+def offload_to_disk(model: PreTrainedModel, directory: Path) -> None:
+    """Keep all weights of a model on disk; it computes on the CPU."""
+    for module in model.modules():
+        remove_module_offload(module)
+        offload_module(module, "cpu", "disk", offload_dir=str(directory))
 
 
 @torch.no_grad()

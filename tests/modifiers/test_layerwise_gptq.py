@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.offload.module import offload_module, remove_module_offload
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from datasets import Dataset
@@ -28,6 +27,7 @@ from tests.modifiers.harness import (
     compress,
     compress_causally,
     logits,
+    offload_to_disk,
     open_linear,
     pruning,
     refusal,
@@ -210,9 +210,7 @@ def test_families(tmp_path: Path, family: str):
 def test_an_offloaded_model(small: Path, tmp_path: Path):
     """The same weights as of the model in memory."""
     resident, model = open_linear(small), open_linear(small)
-    for module in model.modules():
-        remove_module_offload(module)
-        offload_module(module, "cpu", "disk", offload_dir=str(tmp_path))
+    offload_to_disk(model, tmp_path)
     for each in (resident, model):
         compress(each, [*recipe(), LayerwiseGPTQModifier(**W4)], tokenizer=str(small), **RUN)
     assert widths(model) == widths(resident)

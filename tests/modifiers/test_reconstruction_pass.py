@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.offload.module import offload_module, remove_module_offload
 from datasets import Dataset
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -27,7 +26,16 @@ from moe_coverage_plugin import (
 from moe_coverage_plugin.core.refit import FEWEST_TOKENS
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.moe_layers import expert_width, find_moe_layers
-from tests.modifiers.harness import compress, flat_widths, logits, open_linear, refusal, save_tiny, widths
+from tests.modifiers.harness import (
+    compress,
+    flat_widths,
+    logits,
+    offload_to_disk,
+    open_linear,
+    refusal,
+    save_tiny,
+    widths,
+)
 from tests.tiny import add_tokenizer, four_bits, token_batches
 
 pytestmark = pytest.mark.slow
@@ -235,9 +243,7 @@ def test_families(tmp_path: Path, family: str):
 def test_an_offloaded_model(small: Path, tmp_path: Path):
     """The same weights as of the model in memory."""
     resident, model = open_linear(small), open_linear(small)
-    for module in model.modules():
-        remove_module_offload(module)
-        offload_module(module, "cpu", "disk", offload_dir=str(tmp_path))
+    offload_to_disk(model, tmp_path)
     for each in (resident, model):
         compress(each, recipe(), dataset=many(), batch_size=8, tokenizer=str(small))
     assert widths(model) == widths(resident)

@@ -21,9 +21,9 @@ SUM_BLOCK = 1024
 WORKSPACE_BYTES = 2**31
 """Most bytes of intermediate results; more tokens than fit are computed in equal parts, one after another.
 
-The largest published layer, DeepSeek-V3's (8 experts per token, hidden size 7168, 2048 channels), takes 147 KB a token
-in 16 bits: 14,500 tokens fit, more than vLLM schedules at once by default (8192), and 65,536 tokens need five parts
-instead of 9.7 GB. Parts of this size have hundreds of tokens per expert, so reading the weights again costs little.
+The largest published layer (8 experts per token, hidden size 7168, 2048 channels) takes 147 KB a token in 16 bits:
+14,500 tokens fit, more than vLLM schedules at once by default (8192), and 65,536 tokens need five parts instead of
+9.7 GB. Parts of this size have hundreds of tokens per expert, so reading the weights again costs little.
 """
 
 PART_ALIGNMENT = 16
