@@ -59,7 +59,7 @@ types-compress: $(COMPRESS)/.ready
 	$(COMPRESS)/bin/pyright --pythonpath $(COMPRESS)/bin/python
 
 types-serve: $(COMPRESS)/.ready $(SERVE)/.ready
-	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving
+	$(COMPRESS)/bin/pyright --pythonpath $(SERVE)/bin/python moe_coverage_plugin/serving benchmarks/kernels benchmarks/serving benchmarks/soak
 
 # The models are tiny: more threads than processes only wait for each other
 test check test-compress test-serve checkpoints: export OMP_NUM_THREADS := 1

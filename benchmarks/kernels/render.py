@@ -47,29 +47,32 @@ def write_results(files: Sequence[Path], path: Path) -> None:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The method, and for each card its settings and one table per number of bits."""
+    """The method, and for each card and versions of packages the settings and one table per number of bits."""
     widths = {row.shape: f"{row.shape} {row.width} of {row.channels}" for row in rows}
     parts = [_list([METHOD, f"Mean widths: {'; '.join(widths.values())}."])]
-    for card in _unique(row.card for row in rows):
-        of_card = [row for row in rows if row.card == card]
-        parts += [f"### {card}", _settings(of_card)]
-        for bits in sorted({row.bits for row in of_card}):
-            parts += [f"#### {TITLES[bits]}", _table([row for row in of_card if row.bits == bits])]
+    for stack in dict.fromkeys(row.stack for row in rows):
+        of_stack = [row for row in rows if row.stack == stack]
+        parts += [f"### {_heading(of_stack[0])}", _settings(of_stack)]
+        for bits in sorted({row.bits for row in of_stack}):
+            parts += [f"#### {TITLES[bits]}", _table([row for row in of_stack if row.bits == bits])]
     failed = [row for row in rows if row.stock_us is None]
     if failed:
         by_error: dict[str, list[str]] = {}
         for row in failed:
-            name = f"{row.card}, {row.shape}, {row.bits} bits, {row.tokens} tokens"
+            name = f"{_heading(row)}, {row.shape}, {row.bits} bits, {row.tokens} tokens"
             by_error.setdefault(str(row.stock_error), []).append(name)
         lines = [f"{'; '.join(names)}: {error}" for error, names in by_error.items()]
         parts += ["vLLM's layer failed for cells without a ratio:", _list(lines)]
     return "\n\n".join(parts)
 
 
+def _heading(row: Row) -> str:
+    return f"{row.card}, vLLM {row.versions['vllm']}" if "vllm" in row.versions else row.card
+
+
 def _settings(rows: Sequence[Row]) -> str:
-    versions = _unique(", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows)
     lines = [
-        f"Versions: {'; '.join(versions)}.",
+        f"Versions: {rows[0].stack[1]}.",
         *(f"Command: `{command}`" for command in _unique(row.command for row in rows)),
         f"Seed: {', '.join(_unique(str(row.seed) for row in rows))}.",
     ]

@@ -63,9 +63,14 @@ class Row:
     seed: int
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def stack(self) -> tuple[str, str]:
+        """The card, and the versions of the packages that compute."""
+        return self.card, ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
         """The setting of a row; of several rows with the same one, the last is used."""
-        return self.card, self.shape, self.bits, self.tokens
+        return *self.stack, self.shape, self.bits, self.tokens
 
 
 def read_rows(files: Sequence[Path]) -> list[Row]:

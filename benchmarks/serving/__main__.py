@@ -9,6 +9,7 @@ every variant.
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
     python -m benchmarks.serving --tensor-parallel-size 2 --output benchmarks/results/serving_tp2.json
+    python -m benchmarks.serving --tensor-parallel-size 2 --enable-expert-parallel --output out/serving_ep2.json
     python -m benchmarks.serving --render benchmarks/results/serving*.json
     VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.serving --small --enforce-eager --output /tmp/serving.json
 """
@@ -67,7 +68,10 @@ def measure(args: argparse.Namespace) -> None:
         shape["num_hidden_layers"] = args.layers
     options = {
         name: getattr(args, name)
-        for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "seed")
+        for name in (
+            *("tensor_parallel_size", "enable_expert_parallel", "gpu_memory_utilization", "enforce_eager"),
+            "seed",
+        )
     }
     request = asdict(SMALL_WORK if args.small else Work()) | options
     record: dict[str, Any] = {
@@ -98,8 +102,16 @@ def measure(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def measure_in_process(request: dict[str, Any], log: Path) -> dict[str, Any]:
+def measure_in_process(
+    request: dict[str, Any], log: Path, module: str = "benchmarks.serving.variant", **variables: str
+) -> dict[str, Any]:
     """Measure one checkpoint in its own process, whose output is written to ``log``.
+
+    Args:
+        request: fields of the module's request, with ``checkpoint``, beside which files are written.
+        log: file to write.
+        module: module to run, which takes the files of request and result.
+        variables: environment variables of the process, besides those of this one.
 
     Returns:
         ``environment`` and ``figures``. If the process failed, the figures are ``{"error": message}``, and the end of
@@ -109,8 +121,8 @@ def measure_in_process(request: dict[str, Any], log: Path) -> dict[str, Any]:
     request_file, result_file = checkpoint.with_suffix(".request.json"), checkpoint.with_suffix(".result.json")
     request_file.write_text(json.dumps(request))
     # vLLM needs this to send functions to the engine's process
-    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    command = [sys.executable, "-m", "benchmarks.serving.variant", str(request_file), str(result_file)]
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | variables
+    command = [sys.executable, "-m", module, str(request_file), str(result_file)]
     with log.open("w") as file:
         done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
     # written last, so it is complete even if the engine then fails to stop
@@ -141,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of cards per model")
+    parser.add_argument("--enable-expert-parallel", action="store_true", help="each of these cards has entire experts")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=0, help="seed of widths, weights and prompts")
     parser.add_argument("--logs", type=Path, help="directory for the output of engines, which is not kept by default")

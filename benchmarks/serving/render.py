@@ -40,7 +40,7 @@ def section(record: dict[str, Any]) -> str:
     shape, request, environment = record["shape"], record["request"], record["environment"]
     measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
     head = [
-        f"Card: {environment['card']}{_ranks(request['tensor_parallel_size'])}.",
+        f"Card: {environment['card']}{_ranks(request)}.",
         f"Versions: {', '.join(f'{package} {version}' for package, version in environment['versions'].items())}.",
         f"Command: `{record['command']}`",
         f"Seed: {record['seed']}.",
@@ -58,10 +58,13 @@ def section(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _ranks(count: int) -> str:
-    return (
-        f", tensor parallelism over {count} of them; bytes are those of the rank with most bytes" if count > 1 else ""
-    )
+def _ranks(request: dict[str, Any]) -> str:
+    count = request["tensor_parallel_size"]
+    if count == 1:
+        return ""
+    # measured files of the first releases do not have the option
+    experts = ", each with entire experts (expert parallelism)" if request.get("enable_expert_parallel") else ""
+    return f", tensor parallelism over {count} of them{experts}; bytes are those of the rank with most bytes"
 
 
 def _shown(figures: Figures) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Request:
         new: tokens that each sequence decodes after the first one.
         prefill: tokens of the prompt whose prefill is timed.
         tensor_parallel_size: option of vLLM.
+        enable_expert_parallel: option of vLLM.
         max_model_len: option of vLLM.
         gpu_memory_utilization: option of vLLM.
         enforce_eager: option of vLLM.
@@ -60,6 +61,7 @@ class Request:
     new: int
     prefill: int
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     max_model_len: int
     gpu_memory_utilization: float
     enforce_eager: bool
@@ -77,6 +79,7 @@ class Bench:
             load_format="dummy",
             skip_tokenizer_init=True,
             tensor_parallel_size=request.tensor_parallel_size,
+            enable_expert_parallel=request.enable_expert_parallel,
             max_model_len=request.max_model_len,
             max_num_seqs=max(request.batches),
             gpu_memory_utilization=request.gpu_memory_utilization,

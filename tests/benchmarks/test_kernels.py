@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,17 @@ def test_results_are_written_between_markers(tmp_path: Path):
     page.write_text(f"Mine.\n\n{once}\nMine too.\n")
     render.write_results([file], page)
     assert page.read_text() == f"Mine.\n\n{once}\nMine too.\n"
+
+
+def test_rows_of_other_versions_have_their_own_tables(tmp_path: Path):
+    file, page = tmp_path / "rows.jsonl", tmp_path / "RESULTS.md"
+    newer = replace(ROW, versions={"torch": "3", "vllm": "0.32.0"}, ratio=0.75)
+    for row in (ROW, newer, replace(newer, ratio=0.5)):
+        append_row(file, row)
+    render.write_results([file], page)
+    older, latest = page.read_text().split("### a card, vLLM 0.32.0")
+    assert "1.23 (12.3)" in older
+    assert "Versions: torch 2." in older
+    assert "0.50 (12.3)" in latest
+    assert "0.75 (12.3)" not in latest
+    assert "Versions: torch 3, vllm 0.32.0." in latest
