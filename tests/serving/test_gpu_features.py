@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests import processes
 from tests.serving.adapters import make_adapter, merge
 from tests.serving.agreement import assert_agrees
-from tests.serving.engine import checkpoint_path, expected_logprobs, prompt_logprobs
+from tests.serving.engine import REPOSITORY, checkpoint_path, expected_logprobs, prompt_logprobs
+from tests.serving.sleeping import assert_as_likely
 from tests.serving.test_engine import engine_on
 from tests.serving.test_features import decode
 from tests.serving.test_gpus import DTYPE, GRAPHS, MEDIAN_BFLOAT16
@@ -18,42 +20,13 @@ from tests.serving.test_gpus import DTYPE, GRAPHS, MEDIAN_BFLOAT16
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 NAMES = ["ragged_w4a16", "ragged_bf16"]
-BLOCK = 16
-
-
-def assert_as_likely(llm: Any, prompt_ids: list[int], found: tuple[list[int], list[float], int]) -> None:
-    """Decoded tokens are as likely as the same tokens as a prompt, which is computed without a cache of prefixes."""
-    tokens, logprobs, _ = found
-    as_prompt = prompt_logprobs(llm, prompt_ids + tokens)[len(prompt_ids) - 1 :]
-    assert (torch.tensor(logprobs) - torch.tensor(as_prompt)).abs().median() <= MEDIAN_BFLOAT16
-
-
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sleep_prefix_caching_and_chunked_prefill(name: str) -> None:
     """Weights leave the card and come back with the same bits, and captured graphs replay with them."""
-    path = checkpoint_path(name)
-    prompt_ids = expected_logprobs(path)[0]
-    options = GRAPHS | {"enable_sleep_mode": True, "enable_prefix_caching": True, "enable_chunked_prefill": True}
-    with engine_on(path, **options, block_size=BLOCK, max_num_batched_tokens=GRAPHS["max_num_seqs"]) as llm:
-        before = prompt_logprobs(llm, prompt_ids)
-        assert_agrees(path, before, DTYPE)
-        first = decode(llm, prompt_ids)
-        assert_as_likely(llm, prompt_ids, first)
-        again = decode(llm, prompt_ids)
-        assert again[2] == (len(prompt_ids) - 1) // BLOCK * BLOCK
-        assert_as_likely(llm, prompt_ids, again)
-        awake = free_bytes()
-        llm.sleep(level=1)
-        # the cache alone
-        assert free_bytes() - awake >= GRAPHS["kv_cache_memory_bytes"]
-        llm.wake_up()
-        assert prompt_logprobs(llm, prompt_ids) == before
-        assert decode(llm, prompt_ids)[:2] == first[:2]
+    done = processes.run("-m", "tests.serving.sleeping", checkpoint_path(name), cwd=REPOSITORY)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

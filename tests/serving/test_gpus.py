@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 
 from tests.serving.agreement import assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
@@ -28,15 +30,19 @@ SHARED_CARD = {
 }
 GRAPHS = SHARED_CARD | {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 64]}}
 TWO_CARDS = GRAPHS | {"distributed_executor_backend": "mp"}
-# without Granite, whose loader in vLLM 0.26 stops at names of single experts
 SERVED = [
-    *("ragged_bf16", "ragged_w4a16", "ragged_gptq_a64", "ragged_shared_w4a16", "ragged_mixtral", "ragged_glm4"),
-    *("ragged_asymmetric", "ragged_fp8", "ragged_fp8_exact", "ragged_olmoe", "ragged_ernie", "ragged_minimax"),
-    *("ragged_deepseek", "ragged_deepseek_v2", "ragged_deepseek_v2_groups", "ragged_deepseek_v3"),
-    "ragged_qwen3_next",
+    *("ragged_bf16", "ragged_w4a16", "ragged_gptq_a64", "ragged_by_channel", "ragged_asymmetric", "padded_w4a16"),
+    *("ragged_fp8", "ragged_fp8_exact", "ragged_float8_attention", "ragged_shared_w4a16", "ragged_mixtral"),
+    *("ragged_glm4", "ragged_olmoe", "ragged_ernie", "ragged_minimax", "ragged_deepseek", "ragged_deepseek_v2"),
+    *("ragged_deepseek_v2_groups", "ragged_deepseek_v3", "ragged_qwen3_next"),
 ]
-# exact widths in 16 bits: rows of down_proj are padded to eight channels; 8 bits: both ranks hold its scales
-MOST_PADDING = {"ragged_bf16": 0.01, "ragged_fp8": 0.01}
+if Version(vllm.__version__) > Version("0.27"):
+    # the loader of 0.26 stops at names of single experts
+    SERVED += ["ragged_granite", "ragged_granite_w4a16"]
+# exact widths in 16 bits: rows of down_proj are padded to eight channels; 8 bits: both ranks hold its scales; zero
+# points take two bytes each, and half a byte in a checkpoint
+MOST_PADDING = {"ragged_bf16": 0.01, "ragged_fp8": 0.01, "ragged_asymmetric": 0.03}
+EXPERTS = {"enable_expert_parallel": True}
 SEVERAL_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -56,6 +62,20 @@ def test_graphs(name: str) -> None:
     assert_right(path, found["output"])
 
 
+def assert_like_one_card(found: dict[str, Any], one: dict[str, Any]) -> None:
+    """Sums are in another order, and outputs of both are rounded to bfloat16."""
+    for kind in ("prompt_logprobs", "logprobs_in_crowd"):
+        difference = torch.tensor(found[kind]) - torch.tensor(one[kind])
+        assert difference.abs().median() <= 2 * MEDIAN_BFLOAT16, kind
+
+
+def assert_shared(name: str, held: list[int], imbalance: float) -> None:
+    """Ranks hold the stored bytes of experts together, and each of two about half of them."""
+    stored = stored_bytes_of_experts(checkpoint_path(name), DTYPE)
+    assert stored <= sum(held) <= stored * (1 + MOST_PADDING.get(name, 0))
+    assert max(held) <= (1 + imbalance) * sum(held) / 2
+
+
 @SEVERAL_CARDS
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -64,29 +84,42 @@ def test_graphs(name: str) -> None:
         ("ragged_bf16", {"tensor_parallel_size": 2}),
         ("ragged_fp8", {"tensor_parallel_size": 2}),
         ("ragged_w4a16_a64", {"pipeline_parallel_size": 2}),
-        ("ragged_shared_fp32", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-        ("ragged_asymmetric", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("ragged_shared_fp32", EXPERTS | {"tensor_parallel_size": 2}),
+        ("ragged_asymmetric", EXPERTS | {"tensor_parallel_size": 2}),
+        ("ragged_w4a16_a64", EXPERTS | {"tensor_parallel_size": 2}),
+        ("ragged_fp8", EXPERTS | {"tensor_parallel_size": 2}),
     ],
 )
 def test_two_cards(name: str, options: dict[str, Any]) -> None:
     path = checkpoint_path(name)
-    [found] = finish(start(path, TWO_CARDS | options, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
-    assert_right(path, found["output"])
-    experts = [held for held, _ in found["bytes_held"]]
-    stored = stored_bytes_of_experts(path, DTYPE)
-    assert stored <= sum(experts) <= stored * (1 + MOST_PADDING.get(name, 0))
-    assert "pipeline_parallel_size" in options or max(experts) <= 1.05 * sum(experts) / 2
+    two, one = finish(
+        start(path, TWO_CARDS | options, VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+        start(path, GRAPHS),
+    )
+    assert_right(path, two["output"])
+    assert_like_one_card(two["output"], one["output"])
+    # of three layers, the first rank of a pipeline has two
+    assert_shared(name, [held for held, _ in two["bytes_held"]], 1.0 if "pipeline_parallel_size" in options else 0.05)
 
 
 @SEVERAL_CARDS
-def test_two_data_parallel_cards() -> None:
-    path = checkpoint_path("ragged_shared_w4a16")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ragged_shared_w4a16", {}), ("ragged_shared_w4a16", EXPERTS), ("ragged_bf16", EXPERTS), ("ragged_fp8", EXPERTS)],
+)
+def test_two_data_parallel_cards(name: str, options: dict[str, Any]) -> None:
+    """Each rank sends a different number of requests, so one computes empty batches at the end."""
+    path = checkpoint_path(name)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    found = finish(*(start(path, GRAPHS, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")))
+    ranks = (
+        start(path, GRAPHS | options, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")
+    )
+    *found, one = finish(*ranks, start(path, GRAPHS))
     for each in found:
         assert_right(path, each["output"])
-    assert sum(held for each in found for held, _ in each["bytes_held"]) == stored_bytes_of_experts(path, DTYPE)
+    assert_like_one_card(found[0]["output"], one["output"])
+    assert_shared(name, [held for each in found for held, _ in each["bytes_held"]], 0.2)
