@@ -15,9 +15,12 @@ from tabulate import tabulate
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
 from moe_coverage_plugin.calibration.interactions import EXPERTS as SCORED
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
+from moe_coverage_plugin.core.reconstruction import RIDGES
 from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
 from moe_coverage_plugin.modifiers.layerwise_gptq import EXPERTS as QUANTIZED
 from moe_coverage_plugin.modifiers.reconstruction_pass import EXPERTS as FITTED
+from moe_coverage_plugin.modifiers.reconstruction_pass import REFITTED
+from moe_coverage_plugin.modifiers.reconstruction_pass import TOKENS as REFIT_TOKENS
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
 SPARSITY, GROUP = 0.25, 128
@@ -109,8 +112,14 @@ def interaction_bytes(config: Config) -> float:
 
 
 def fit_bytes(config: Config) -> float:
-    """Gram matrices of the experts that are fitted together, ``8 * 32 I^2``."""
-    return 8 * min(FITTED, experts_of(config)) * config["moe_intermediate_size"] ** 2
+    """Matrices of the experts that are fitted together: Gram matrices, and three in float64 for each of 7 ridges."""
+    matrices = 8 + 3 * 8 * len(RIDGES[:-1])
+    return matrices * min(FITTED, experts_of(config)) * config["moe_intermediate_size"] ** 2
+
+
+def refit_bytes(config: Config) -> float:
+    """Tokens, outputs and activations of the experts that are refitted together, ``8 * 4096 (28 H + 24 I)``."""
+    return REFITTED * REFIT_TOKENS * (28 * config["hidden_size"] + 24 * config["moe_intermediate_size"])
 
 
 def hessian_bytes(config: Config) -> float:
@@ -187,7 +196,13 @@ def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS
     return Needs(
         weights=checkpoint_bytes(config),
         gradients=sum(gradients.values()),
-        layer_by_layer=max(interactions, fit_bytes(config) + hessian_bytes(config), other_hessian_bytes(config)),
+        layer_by_layer=max(
+            interactions,
+            fit_bytes(config),
+            refit_bytes(config),
+            hessian_bytes(config),
+            other_hessian_bytes(config),
+        ),
         hidden=hidden_state_bytes(config, tokens),
         offloaded=offloaded_bytes(config),
         stored=compressed_bytes(config),
@@ -219,7 +234,8 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         "weights, `2 P`": need.weights,
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
         "interactions: matrices of 32 experts, `64 * 32 I^2`": interaction_bytes(config),
-        "reconstruction: Gram matrices of 32 experts, `8 * 32 I^2`": fit_bytes(config),
+        "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
+        "reconstruction: tokens of 8 experts, `8 * 4096 (28 H + 24 I)`": refit_bytes(config),
         "GPTQ: matrices of 32 experts, `32 (28 H^2 + 4 I^2 + 16 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),
         "hidden states and routing, `T (6 H + 52 K)`": need.hidden,

@@ -17,12 +17,12 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width
 
 @torch.no_grad()
 def channel_grams(layer: MoELayer, experts: Sequence[int], inputs: LayerInputs) -> Tensor:
-    """Gram matrices ``sum_t g_t^2 A_t A_t^T`` over the routed tokens of some experts; collective.
+    """Gram matrices ``sum_t g_t^2 A_t A_t^T`` over tokens of some experts; collective.
 
     Args:
         layer: the layer.
         experts: their indices; all of one width, none of them removed.
-        inputs: of the layer.
+        inputs: of the layer; :meth:`~moe_coverage_plugin.calibration.layer_inputs.LayerInputs.tokens` are summed.
 
     Returns:
         ``[2, D, I, I]`` for the ``D`` experts, float32 or wider on their device, summed over all ranks: of the tokens
@@ -32,20 +32,14 @@ def channel_grams(layer: MoELayer, experts: Sequence[int], inputs: LayerInputs) 
         CoverageError: activations that are NaN or infinite.
     """
     channels = expert_width(layer.mlps[experts[0]])
-    grams_2DII: Tensor | None = None
+    dtype = torch.promote_types(inputs.x_TH.dtype, torch.float32)
+    grams_2DII = torch.empty(2, len(experts), channels, channels, dtype=dtype, device=inputs.device)
     for position, expert in enumerate(experts):
+        tokens = inputs.tokens(expert)
         with ExpertFunction(layer, expert) as function:
-            for tokens in inputs.parts(expert):
-                a_MI = function.activation(tokens.x_MH)
-                for half, rows_M in enumerate((~tokens.held_M, tokens.held_M)):
-                    added_II = gram(a_MI[rows_M], tokens.weight_M[rows_M])
-                    if grams_2DII is None:
-                        grams_2DII = added_II.new_zeros(2, len(experts), channels, channels)
-                    grams_2DII[half, position] += added_II
-    if grams_2DII is None:
-        # also of a rank that has no tokens for these experts, with the dtype of the others
-        dtype = torch.promote_types(inputs.x_TH.dtype, torch.float32)
-        grams_2DII = torch.zeros(2, len(experts), channels, channels, dtype=dtype, device=inputs.device)
+            activations = tokens._replace(x_MH=function.activation(tokens.x_MH))
+        for part, (a_MI, weight_M) in enumerate(activations.sides()):
+            grams_2DII[part, position] = gram(a_MI, weight_M)
     if torch.distributed.is_initialized():
         grams_2DII = sum_over_ranks({"grams_2DII": grams_2DII.cpu()})["grams_2DII"].to(grams_2DII.device)
     # every entry of a row is finite if its diagonal is: |G_ij|^2 <= G_ii G_jj

@@ -7,10 +7,12 @@ experts of a layer are never in memory together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.core.refit import Tokens
@@ -18,8 +20,31 @@ from moe_coverage_plugin.modeling.routing import Routing
 
 # experts of a layer whose matrices exist at the same time
 EXPERTS = 32
-# rows of an expert that are computed together
+# tokens of an expert that its matrices are computed from; they have fewer dimensions
 ROWS = 16384
+
+
+class ExpertTokens(NamedTuple):
+    """Tokens of one expert on this rank, first those that may be fitted, then those that are held back.
+
+    Attributes:
+        x_MH: inputs of the expert, or what it computes from them.
+        weight_M: routing weights.
+        fitted: number of tokens that may be fitted.
+    """
+
+    x_MH: Tensor
+    weight_M: Tensor
+    fitted: int
+
+    def to(self, device: torch.device) -> ExpertTokens:
+        """Return these tokens on a device."""
+        return ExpertTokens(self.x_MH.to(device), self.weight_M.to(device), self.fitted)
+
+    def sides(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return values and weights of the tokens to fit, and of those held back."""
+        fitted = self.fitted
+        return (self.x_MH[:fitted], self.weight_M[:fitted]), (self.x_MH[fitted:], self.weight_M[fitted:])
 
 
 class LayerInputs:
@@ -45,7 +70,8 @@ class LayerInputs:
         self._filled = 0
         self.device = store
         self._routing: Routing | None = None
-        self._lengths: list[int] = []
+        # first row of each expert, and its numbers of rows that may be fitted and that are held back
+        self._rows: list[tuple[int, int, int]] = []
         self.x_TH = self.ids_TK = self.weights_TK = self.held_T = torch.empty(0)
 
     def add(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, held_T: Tensor, real_T: Tensor | None) -> None:
@@ -72,49 +98,74 @@ class LayerInputs:
             values[self._filled : self._filled + added] = real
         self._filled += added
 
-    def parts(self, expert: int) -> Iterator[Tokens]:
-        """The tokens of an expert on this rank, at most :data:`ROWS` at a time, on the device of the experts."""
-        for rows_M in self._rows(expert).split(ROWS):
-            yield _moved(self._tokens_of(rows_M), self.device)
-
-    def sample(self, expert: int, most: int) -> Tokens | None:
-        """At most about ``most`` tokens of an expert, evenly spread over all of all ranks; collective.
-
-        Returns:
-            ``None`` if no rank has a token.
-        """
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        rows_M = self._rows(expert)
-        count = min(len(rows_M), -(-most // ranks))
-        tokens = self._tokens_of(rows_M[torch.arange(count, device=self._store) * len(rows_M) // max(count, 1)])
-        if ranks > 1:
-            gathered = gather_over_ranks(_moved(tokens, torch.device("cpu")))
-            tokens = Tokens(*(torch.cat(each) for each in zip(*gathered, strict=True)))
-        return _moved(tokens, self.device) if len(tokens.x_MH) else None
+    def tokens(self, expert: int) -> ExpertTokens:
+        """This rank's share of at most :data:`ROWS` tokens of an expert, on the device of the experts."""
+        return self._sample(expert, ROWS).to(self.device)
 
     def count_tokens(self) -> Tensor:
-        """Tokens ``[E]`` of each expert on all ranks, int64 on the CPU; collective."""
+        """Numbers ``[E]`` of tokens that :meth:`tokens` has of each expert on all ranks, int64; collective."""
+        counts = [self._count(expert, ROWS) for expert in range(self._experts)]
+        return sum_over_ranks({"tokens_E": torch.tensor(counts, dtype=torch.int64)})["tokens_E"]
+
+    def sample(self, experts: Sequence[int], most: int) -> tuple[Tokens, Tokens]:
+        """At most about ``most`` tokens of each of some experts, evenly spread over all of all ranks; collective.
+
+        Returns:
+            The tokens to fit, and those held back, on the device of the experts.
+        """
+        samples_D = [self._sample(expert, most) for expert in experts]
+        if _ranks() > 1:
+            gathered = gather_over_ranks([each.to(torch.device("cpu")) for each in samples_D])
+        else:
+            gathered = [samples_D]
+        fitted, held = zip(*(_joined(each) for each in zip(*gathered, strict=True)), strict=True)
+        return _padded(fitted, self.device), _padded(held, self.device)
+
+    def _sample(self, expert: int, most: int) -> ExpertTokens:
+        """Tokens of an expert on this rank, evenly spread, where hidden states are stored."""
+        routing = self._sorted()
+        first, fitted, held = self._rows[expert]
+        count, rows = self._count(expert, most), max(fitted + held, 1)
+        rows_M = first + torch.arange(count, device=self._store) * rows // max(count, 1)
+        # those of the chosen rows ``number * rows // count`` that are below ``fitted``
+        return ExpertTokens(
+            self.x_TH[routing.tokens_M[rows_M]], routing.routing_weights_M[rows_M], -(-fitted * count // rows)
+        )
+
+    def _count(self, expert: int, most: int) -> int:
         self._sorted()
-        return sum_over_ranks({"tokens_E": torch.tensor(self._lengths, dtype=torch.int64)})["tokens_E"]
+        return min(sum(self._rows[expert][1:]), -(-most // _ranks()))
 
     def _sorted(self) -> Routing:
         if self._routing is None:
             assert self._filled == self._tokens, f"{self._filled} of {self._tokens} tokens were added"
-            self._routing = Routing.of(self.ids_TK, self.weights_TK, self._experts, None)
+            # within an expert, those that are held back follow the others, so that each part is a slice
+            parts_TK = 2 * self.ids_TK + self.held_T[:, None]
+            self._routing = Routing.of(parts_TK, self.weights_TK, 2 * self._experts, None)
             # read once, because each read waits for the device
-            self._lengths = self._routing.lengths_E.tolist()
+            self._rows = list(_starts(self._routing.lengths_E.tolist()))
         return self._routing
 
-    def _rows(self, expert: int) -> Tensor:
-        self._sorted()
-        first = sum(self._lengths[:expert])
-        return torch.arange(first, first + self._lengths[expert], device=self._store)
 
-    def _tokens_of(self, rows_M: Tensor) -> Tokens:
-        routing = self._sorted()
-        tokens_M = routing.tokens_M[rows_M]
-        return Tokens(self.x_TH[tokens_M], routing.routing_weights_M[rows_M], self.held_T[tokens_M])
+def _starts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    first = 0
+    for fitted, held in zip(lengths[::2], lengths[1::2], strict=True):
+        yield first, fitted, held
+        first += fitted + held
 
 
-def _moved(tokens: Tokens, device: torch.device) -> Tokens:
-    return Tokens(*(each.to(device) for each in tokens))
+def _ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def _joined(parts: Sequence[ExpertTokens]) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and weights of an expert on all ranks: of the tokens to fit, and of those held back."""
+    sides = zip(*(part.sides() for part in parts), strict=True)
+    return [(torch.cat([x_MH for x_MH, _ in side]), torch.cat([weight_M for _, weight_M in side])) for side in sides]
+
+
+def _padded(tokens_D: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tokens:
+    """Tokens of several experts, with rows of zeros behind those of experts that have fewer."""
+    x_DMH, weight_DM = (pad_sequence(list(values_D), batch_first=True) for values_D in zip(*tokens_D, strict=True))
+    counts = [len(weight_M) for _, weight_M in tokens_D]
+    return Tokens(x_DMH.to(device), weight_DM.to(device), torch.tensor(counts, device=device))

@@ -21,11 +21,11 @@ other text, of all fits that gain nearly as much as the best one on them, the on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
 
 RIDGE = 1e-2
 # candidates, relative to the mean of the diagonal of G_kk; infinite: the old columns
@@ -33,96 +33,147 @@ RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, math.inf)
 # of the gain of the best fit on held-back tokens, what the fit that is taken must gain
 GAIN_SHARE = 0.85
 
-T = TypeVar("T")
-
 
 def gram(a_MI: Tensor, routing_weight_M: Tensor) -> Tensor:
-    """``sum_t g_t^2 A_t A_t^T`` over the tokens routed to one expert, ``[I, I]`` in float32 or wider."""
+    """``sum_t g_t^2 A_t A_t^T`` over the tokens routed to one expert, ``[I, I]`` in float32 or wider.
+
+    On a GPU, activations in 16 bits are weighted in float32 and multiplied in TF32, which rounds them less than their
+    own dtype has done already.
+    """
     dtype = torch.promote_types(a_MI.dtype, torch.float32)
     weighted_MI = a_MI.detach().to(dtype) * routing_weight_M.detach().to(dtype)[:, None]
-    return weighted_MI.T @ weighted_MI
+    with tf32_products(a_MI.dtype in SIXTEEN_BITS):
+        return weighted_MI.T @ weighted_MI
 
 
-def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: float = RIDGE) -> Tensor:
-    """Refitted columns of ``down_proj`` for the kept channels (module docstring).
+@torch.no_grad()
+def reconstruct_down(down_EHI: Tensor, gram_EII: Tensor, kept_EN: Tensor, ridge_E: Tensor) -> Tensor:
+    """Refitted columns of ``down_proj`` for the kept channels (module docstring), for experts of one width together.
 
     Args:
-        down_HI: the unpruned weight, any floating dtype.
-        gram_II: :func:`gram`, added over batches.
-        kept_N: indices of the kept channels, ascending int64, all different.
-        ridge: ``lambda`` relative to the mean of the diagonal of ``G_kk``.
+        down_EHI: the unpruned weights, any floating dtype.
+        gram_EII: :func:`gram` of each expert, added over batches.
+        kept_EN: indices of the kept channels, ascending int64, all different.
+        ridge_E: ``lambda`` relative to the mean of the diagonal of ``G_kk``; infinite: the old columns.
 
     Returns:
-        ``[H, N]`` in the dtype and on the device of ``down_HI``; the old columns if the Gram matrix is zero or no
-        channel is pruned.
+        ``[E, H, N]`` in the dtype and on the device of ``down_EHI``. An expert keeps the old columns if its Gram
+        matrix is zero or is not positive definite with the ridge, or no channel is pruned.
     """
-    kept_N = kept_N.to(down_HI.device)
-    gram_II = gram_II.to(down_HI.device, torch.float64)
-    old_HN = down_HI.detach()[:, kept_N]
-    pruned_P = _others(kept_N, down_HI.shape[1])
-    if not _can_fit(gram_II, kept_N, pruned_P) or math.isinf(ridge):
-        return old_HN
-    transfer_NP = _transfer(gram_II, kept_N, pruned_P, ridge)
-    change_HN = down_HI.detach()[:, pruned_P].double() @ transfer_NP.T
-    return (old_HN.double() + change_HN).to(down_HI.dtype)
+    channels = _Channels(down_EHI, kept_EN)
+    gram_ENN, gram_ENP = channels.split(gram_EII)
+    ridge_E = ridge_E.to(gram_ENN)
+    fits_E = ridge_E.isfinite()
+    inverse_1ENN, solved_1E = inverse_with_ridge(gram_ENN, ridge_E.where(fits_E, 1.0)[None])
+    change_EHN = channels.pruned_columns_EHP @ gram_ENP.mT @ inverse_1ENN[0]
+    old_EHN = channels.kept_columns_EHN
+    fitted_EHN = (old_EHN.double() + change_EHN).to(old_EHN.dtype)
+    return fitted_EHN.where((fits_E & solved_1E[0])[:, None, None], old_EHN)
 
 
-def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Tensor) -> float:
-    """The ridge of :data:`RIDGES` that held-back tokens choose (:func:`nearest_fit`).
+@torch.no_grad()
+def choose_ridge(down_EHI: Tensor, fitted_EII: Tensor, held_EII: Tensor, kept_EN: Tensor) -> Tensor:
+    """The ridge of :data:`RIDGES` that held-back tokens choose (:func:`nearest_fit`), for experts of one width.
 
     Args:
-        down_HI: the unpruned weight.
-        fitted_II: :func:`gram` of the tokens to fit.
-        held_II: :func:`gram` of the tokens held back.
-        kept_N: indices of the kept channels.
+        down_EHI: the unpruned weights.
+        fitted_EII: :func:`gram` of the tokens to fit.
+        held_EII: :func:`gram` of the tokens held back.
+        kept_EN: indices of the kept channels.
 
     Returns:
-        The largest ridge that gains nearly as much, infinite if no fit is better than the old columns, or there are no
-        tokens to fit or to test.
+        ``[E]`` float64 on the device of ``down_EHI``: the largest ridge that gains nearly as much, infinite if no fit
+        is better than the old columns, or there are no tokens to fit or to test.
     """
-    kept_N = kept_N.to(down_HI.device)
-    fitted_II, held_II = (each.to(down_HI.device, torch.float64) for each in (fitted_II, held_II))
-    pruned_P = _others(kept_N, down_HI.shape[1])
-    if not _can_fit(fitted_II, kept_N, pruned_P) or not _can_fit(held_II, kept_N, pruned_P):
-        return math.inf
-    # the error is tr(W_p R^T G R W_p^T), where R are the residuals of pruned channels on kept ones
-    down_HP = down_HI.detach()[:, pruned_P].double()
-    outputs_PP = down_HP.T @ down_HP
-    held_NN, held_NP = held_II[kept_N][:, kept_N], held_II[kept_N][:, pruned_P]
-    # the error of old columns is common to all, so only what a fit takes from it is compared
-    gains = {}
-    for ridge in reversed(RIDGES[:-1]):
-        transfer_NP = _transfer(fitted_II, kept_N, pruned_P, ridge)
-        gained_PP = transfer_NP.T @ (2 * held_NP - held_NN @ transfer_NP)
-        gains[ridge] = float((gained_PP * outputs_PP).sum())
-    best = nearest_fit(gains)
-    return math.inf if best is None else best
+    channels = _Channels(down_EHI, kept_EN)
+    (fitted_ENN, fitted_ENP), (held_ENN, held_ENP) = map(channels.split, (fitted_EII, held_EII))
+    # W_p G_pk, the products of outputs and kept channels, enter by these two alone
+    fitted_outputs_ENP = fitted_ENP @ (channels.pruned_columns_EHP.mT @ channels.pruned_columns_EHP)
+    return best_ridge(fitted_ENN, held_ENN, fitted_outputs_ENP @ fitted_ENP.mT, fitted_outputs_ENP @ held_ENP.mT)
 
 
-def nearest_fit(gains: Mapping[T, float]) -> T | None:
-    """The first fit that gains :data:`GAIN_SHARE` of what the best one gains, ``None`` if none gains anything.
+def best_ridge(fitted_ENN: Tensor, held_ENN: Tensor, square_ENN: Tensor, cross_ENN: Tensor) -> Tensor:
+    """The ridge of :data:`RIDGES` whose change of the columns held-back tokens choose.
+
+    The change is ``C = F^T X`` with ``X = (G + lambda I)^-1``, where ``F`` are products of the activations ``[N]`` and
+    of what is missing in the outputs ``[H]``, summed over fitted tokens. With ``B``, the same sum over held-back ones,
+    and their Gram matrix ``S``, it takes ``2 <C, B^T> - <C, C S>`` from their error, which is computed without ``C``.
 
     Args:
-        gains: by how much each fit lowers the error on held-back tokens, the fit nearest to the old weights first.
+        fitted_ENN: ``G``, float64.
+        held_ENN: ``S``.
+        square_ENN: ``F F^T``.
+        cross_ENN: ``F B^T``.
+
+    Returns:
+        ``[E]``, infinite if no change is better than none.
     """
-    most = max(gains.values())
-    return next(fit for fit, gain in gains.items() if gain >= GAIN_SHARE * most) if most > 0.0 else None
+    ridges_R = torch.tensor(RIDGES[-2::-1], dtype=fitted_ENN.dtype, device=fitted_ENN.device)
+    inverse_RENN, solved_RE = inverse_with_ridge(fitted_ENN, ridges_R[:, None].expand(-1, len(fitted_ENN)))
+    gains_RE = 2 * (inverse_RENN * cross_ENN).sum((-2, -1))
+    gains_RE -= ((inverse_RENN @ square_ENN @ inverse_RENN) * held_ENN).sum((-2, -1))
+    fit_E, better_E = nearest_fit(gains_RE.where(solved_RE, -math.inf))
+    return ridges_R[fit_E].where(better_E, math.inf)
 
 
-def _others(kept_N: Tensor, channels: int) -> Tensor:
-    pruned_P = torch.ones(channels, dtype=torch.bool, device=kept_N.device)
-    pruned_P[kept_N] = False
-    return pruned_P.nonzero().flatten()
+def nearest_fit(gains_RE: Tensor) -> tuple[Tensor, Tensor]:
+    """The first fit of each expert that gains :data:`GAIN_SHARE` of what the best one gains.
+
+    Args:
+        gains_RE: by how much each fit lowers the error on held-back tokens, the fit nearest to the old weights first;
+            a gain that is not a number is none.
+
+    Returns:
+        ``[E]``: the index of the fit, and whether any fit gains something.
+    """
+    gains_RE = gains_RE.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    most_E = gains_RE.amax(0)
+    # the first of equal maxima
+    return (gains_RE >= GAIN_SHARE * most_E).to(torch.int8).argmax(0), most_E > 0
 
 
-def _can_fit(gram_II: Tensor, kept_N: Tensor, pruned_P: Tensor) -> bool:
-    return bool(kept_N.numel()) and bool(pruned_P.numel()) and float(gram_II.diagonal()[kept_N].sum()) > 0.0
+def inverse_with_ridge(gram_ENN: Tensor, ridges_RE: Tensor) -> tuple[Tensor, Tensor]:
+    """``(G + lambda I)^-1`` of all experts for each ridge together, without a wait for the device.
+
+    Args:
+        gram_ENN: ``G``, symmetric.
+        ridges_RE: ``lambda`` relative to the mean of the diagonal of ``G``; any scale for a matrix of zeros.
+
+    Returns:
+        ``[R, E, N, N]``, and ``[R, E]``: whether ``G + lambda I`` is positive definite, without which there is none.
+    """
+    scale_E = gram_ENN.diagonal(dim1=-2, dim2=-1).mean(-1)
+    regular_RENN = gram_ENN.expand(len(ridges_RE), -1, -1, -1).clone()
+    regular_RENN.diagonal(dim1=-2, dim2=-1).add_((ridges_RE * scale_E.where(scale_E > 0, 1.0))[..., None])
+    factor_RENN, info_RE = torch.linalg.cholesky_ex(regular_RENN)
+    identity_NN = torch.eye(gram_ENN.shape[-1], dtype=gram_ENN.dtype, device=gram_ENN.device)
+    # on a GPU, cholesky_solve and cholesky_inverse would take one matrix after the other
+    half_RENN = torch.linalg.solve_triangular(factor_RENN, identity_NN.expand_as(factor_RENN), upper=False)
+    return half_RENN.mT @ half_RENN, info_RE == 0
 
 
-def _transfer(gram_II: Tensor, kept_N: Tensor, pruned_P: Tensor, ridge: float) -> Tensor:
-    """``(G_kk + lambda I)^-1 G_kp``: what each kept channel takes over of each pruned one."""
-    gram_NN = gram_II[kept_N][:, kept_N]
-    scale = gram_NN.diagonal().mean()
-    identity_NN = torch.eye(kept_N.numel(), dtype=torch.float64, device=gram_II.device)
-    factor_NN = torch.linalg.cholesky(gram_NN + ridge * scale * identity_NN)
-    return torch.cholesky_solve(gram_II[kept_N][:, pruned_P], factor_NN)
+class _Channels:
+    """The kept and the pruned channels of experts of one width, and their columns of ``down_proj``."""
+
+    def __init__(self, down_EHI: Tensor, kept_EN: Tensor):
+        down_EHI = down_EHI.detach()
+        self._kept_EN = kept_EN = kept_EN.to(down_EHI.device)
+        pruned_EI = torch.ones(len(kept_EN), down_EHI.shape[2], dtype=torch.int8, device=down_EHI.device)
+        pruned_EI.scatter_(1, kept_EN, 0)
+        # all experts have as many of them, so that no number need be read from the device
+        order_EI = pruned_EI.argsort(dim=1, descending=True, stable=True)
+        self._pruned_EP = order_EI[:, : down_EHI.shape[2] - kept_EN.shape[1]]
+        self.kept_columns_EHN = _columns(down_EHI, kept_EN)
+        self.pruned_columns_EHP = _columns(down_EHI, self._pruned_EP).double()
+
+    def split(self, gram_EII: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts ``G_kk`` and ``G_kp`` in float64."""
+        gram_EII = gram_EII.to(self._kept_EN.device)
+        experts_E11 = torch.arange(len(gram_EII), device=gram_EII.device)[:, None, None]
+        rows_EN1 = self._kept_EN[:, :, None]
+        kept_ENN = gram_EII[experts_E11, rows_EN1, self._kept_EN[:, None]]
+        return kept_ENN.double(), gram_EII[experts_E11, rows_EN1, self._pruned_EP[:, None]].double()
+
+
+def _columns(down_EHI: Tensor, channels_EN: Tensor) -> Tensor:
+    return down_EHI.gather(2, channels_EN[:, None].expand(-1, down_EHI.shape[1], -1))

@@ -14,17 +14,21 @@ conjugate gradients on
 Few steps regularise, as ``mu`` does. The change is taken by a quarter, by half or in full, as tokens that were held
 back choose (:func:`~moe_coverage_plugin.core.reconstruction.nearest_fit`), and not at all if their error is not lower
 for it. The columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
+
+Experts of one width are fitted together. On a GPU the step is computed in TF32: an inexact direction costs little,
+since what is taken of it is decided by errors in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import RIDGES, nearest_fit
+from moe_coverage_plugin.core.products import tf32_products
+from moe_coverage_plugin.core.reconstruction import best_ridge, inverse_with_ridge, nearest_fit
 
 STEPS = 8
 # mu, relative to the mean of the diagonal of J^T J
@@ -33,162 +37,174 @@ LENGTHS = (0.25, 0.5, 1.0)
 # fewer tokens than this, on either side, say too little about an expert
 FEWEST_TOKENS = 8
 
-# from the outputs of gate_proj and up_proj, side by side ``[M, 2N]`` (or of up_proj alone, ``[M, N]``), to ``[M, N]``;
-# element by element
+# from the outputs of gate_proj and up_proj, side by side ``[..., 2N]`` (or of up_proj alone, ``[..., N]``), to
+# ``[..., N]``; element by element
 Activation = Callable[[Tensor], Tensor]
 
 
 class Tokens(NamedTuple):
-    """Tokens that are routed to one expert.
+    """Tokens that are routed to some experts, which are all fitted or all held back.
 
     Attributes:
-        x_MH: inputs of the expert.
-        weight_M: routing weights.
-        held_M: bool, tokens that are held back.
+        x_EMH: inputs of the experts; rows behind an expert's own are zero.
+        weight_EM: routing weights, zero for these rows.
+        count_E: tokens of each expert, int64.
     """
 
-    x_MH: Tensor
-    weight_M: Tensor
-    held_M: Tensor
+    x_EMH: Tensor
+    weight_EM: Tensor
+    count_E: Tensor
 
 
 class Refit(NamedTuple):
     """Refitted weights of the kept channels.
 
     Attributes:
-        rows: of ``gate_proj`` and ``up_proj`` ``[N, H]``, or of ``up_proj`` alone.
-        down_HN: columns of ``down_proj``.
+        rows_EOH: of ``gate_proj`` and ``up_proj``, one below the other ``[E, 2N, H]``, or of ``up_proj`` alone.
+        down_EHN: columns of ``down_proj``.
+        better_E: experts whose error on held-back tokens is lower with them; weights of others mean nothing.
     """
 
-    rows: list[Tensor]
-    down_HN: Tensor
+    rows_EOH: Tensor
+    down_EHN: Tensor
+    better_E: Tensor
 
 
-class _Problem(NamedTuple):
-    """Weighted tokens and targets, in the dtype of the fit."""
+class Problem(NamedTuple):
+    """Tokens and what the pruned expert should output for them.
 
-    x_MH: Tensor
-    weight_M1: Tensor
-    target_MH: Tensor
+    Attributes:
+        tokens: of the experts.
+        target_EMH: outputs of the unpruned experts, without the bias of ``down_proj``.
+    """
 
-    def of(self, rows_M: Tensor) -> _Problem:
-        return _Problem(self.x_MH[rows_M], self.weight_M1[rows_M], self.target_MH[rows_M])
+    tokens: Tokens
+    target_EMH: Tensor
 
 
-def refit_expert(
-    rows: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    down_HN: Tensor,
-    target_MH: Tensor,
-    tokens: Tokens,
-    act: Activation,
-) -> Refit | None:
-    """Refit the kept channels of one expert (module docstring).
+class _Rows(NamedTuple):
+    """A :class:`Problem` in the dtype of the fit."""
+
+    x_EMH: Tensor
+    weight_EM1: Tensor
+    target_EMH: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, dtype: torch.dtype) -> _Rows:
+        (x_EMH, weight_EM, _), target_EMH = problem
+        return cls(x_EMH.to(dtype), weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
+
+
+@torch.no_grad()
+def refit_experts(
+    rows_EOH: Tensor, bias_EO: Tensor, down_EHN: Tensor, fitted: Problem, held: Problem, act: Activation
+) -> Refit:
+    """Refit the kept channels of experts of one width (module docstring).
 
     Args:
-        rows: kept rows of ``gate_proj`` and ``up_proj``, ``[N, H]``, or of ``up_proj`` alone.
-        biases: of ``rows``, ``[N]`` each or ``None``; they are unchanged.
-        down_HN: kept columns of ``down_proj``, already fitted.
-        target_MH: outputs of the unpruned expert for ``tokens``, without the bias of ``down_proj``.
-        tokens: of the expert.
+        rows_EOH: kept rows of ``gate_proj`` and ``up_proj``, one below the other, or of ``up_proj`` alone.
+        bias_EO: of ``rows_EOH``, zero if there is none; it is unchanged.
+        down_EHN: kept columns of ``down_proj``, already fitted.
+        fitted: the tokens to fit.
+        held: the tokens held back.
         act: activation function.
 
     Returns:
-        Weights in the dtype of ``rows``; ``None`` if the error on held-back tokens does not improve.
+        Weights in the dtype of ``rows_EOH`` and ``down_EHN``.
     """
-    held_M = tokens.held_M
-    if min(int(held_M.sum()), int((~held_M).sum())) < FEWEST_TOKENS:
-        return None
-    dtype = torch.promote_types(rows[0].dtype, torch.float32)
-    every = _Problem(tokens.x_MH.to(dtype), tokens.weight_M.to(dtype)[:, None], target_MH.to(dtype))
-    fitted, held = every.of(~held_M), every.of(held_M)
-    channels = len(rows[0])
-    rows_OH = torch.cat([each.detach().to(dtype) for each in rows])
-    bias_O = torch.cat([rows_OH.new_zeros(channels) if each is None else each.detach().to(dtype) for each in biases])
-    columns_HN = down_HN.detach().to(dtype)
+    dtype = torch.promote_types(rows_EOH.dtype, torch.float32)
+    fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
+    old_EOH, bias_EO, old_EHN = (each.detach().to(dtype) for each in (rows_EOH, bias_EO, down_EHN))
 
-    def error(problem: _Problem, rows_OH: Tensor, columns_HN: Tensor) -> float:
-        output_MH = act(problem.x_MH @ rows_OH.T + bias_O) @ columns_HN.T
-        return float((problem.weight_M1 * (output_MH - problem.target_MH)).square().sum(dtype=torch.float64))
+    def activation(problem: _Rows, rows_EOH: Tensor) -> Tensor:
+        return act(torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT))
 
-    step_OH = _gauss_newton_step(fitted, rows_OH, bias_O, columns_HN, act)
-    before = error(held, rows_OH, columns_HN)
-    length = nearest_fit({each: before - error(held, rows_OH + each * step_OH, columns_HN) for each in LENGTHS})
-    if length is None:
-        return None
-    rows_OH = rows_OH + length * step_OH
-    a_MN = act(every.x_MH @ rows_OH.T + bias_O)
-    columns_HN = _solve_down(every, a_MN, held_M, columns_HN)
-    return Refit(
-        [each.to(old.dtype) for each, old in zip(rows_OH.split(channels), rows, strict=True)],
-        columns_HN.to(down_HN.dtype),
+    def error(rows_EOH: Tensor) -> Tensor:
+        left_EMH = activation(held_rows, rows_EOH) @ old_EHN.mT - held_rows.target_EMH
+        return (held_rows.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
+
+    with tf32_products():
+        step_EOH = _gauss_newton_step(fitted_rows, old_EOH, bias_EO, old_EHN, act)
+    before_E = error(old_EOH)
+    fit_E, better_E = nearest_fit(
+        torch.stack([before_E - error(torch.add(old_EOH, step_EOH, alpha=each)) for each in LENGTHS])
     )
+    better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
+    length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E]
+    new_EOH = torch.where(better_E[:, None, None], old_EOH + length_E[:, None, None] * step_EOH, old_EOH)
+    new_EHN = _solve_down([(each, activation(each, new_EOH)) for each in (fitted_rows, held_rows)], old_EHN)
+    return Refit(new_EOH.to(rows_EOH.dtype), new_EHN.to(down_EHN.dtype), better_E)
 
 
 def _gauss_newton_step(
-    problem: _Problem, rows_OH: Tensor, bias_O: Tensor, columns_HN: Tensor, act: Activation
+    problem: _Rows, rows_EOH: Tensor, bias_EO: Tensor, columns_EHN: Tensor, act: Activation
 ) -> Tensor:
-    """The change of ``rows_OH`` by :data:`STEPS` steps of conjugate gradients."""
-    x_MH, weight_M1, target_MH = problem
-    h_MO = x_MH @ rows_OH.T + bias_O
-    a_MN, slope_MO = _slopes(act, h_MO)
-    parts = h_MO.shape[1] // a_MN.shape[1]
+    """The change of ``rows_EOH`` by :data:`STEPS` steps of conjugate gradients."""
+    x_EMH, weight_EM1, target_EMH = problem
+    h_EMO = torch.baddbmm(bias_EO[:, None], x_EMH, rows_EOH.mT)
+    a_EMN, slope_EMO = _slopes(act, h_EMO)
+    del h_EMO
+    parts = slope_EMO.shape[2] // a_EMN.shape[2]
 
-    def forward(change_OH: Tensor) -> Tensor:
-        change_MN = (slope_MO * (x_MH @ change_OH.T)).unflatten(1, (parts, -1)).sum(1)
-        return weight_M1 * (change_MN @ columns_HN.T)
+    def forward(change_EOH: Tensor) -> Tensor:
+        change_EMN = (slope_EMO * (x_EMH @ change_EOH.mT)).unflatten(2, (parts, -1)).sum(2)
+        return weight_EM1 * (change_EMN @ columns_EHN.mT)
 
-    def backward(rows_MH: Tensor) -> Tensor:
-        gradient_MN = (weight_M1 * rows_MH) @ columns_HN
-        return (slope_MO * gradient_MN.repeat(1, parts)).T @ x_MH
+    def backward(rows_EMH: Tensor) -> Tensor:
+        gradient_EMN = (weight_EM1 * rows_EMH) @ columns_EHN
+        return (slope_EMO * gradient_EMN.repeat(1, 1, parts)).mT @ x_EMH
 
-    residual_OH = backward(weight_M1 * (target_MH - a_MN @ columns_HN.T))
-    norms_O = columns_HN.square().sum(0).repeat(parts)
-    squares_M1 = weight_M1.square() * x_MH.square().mean(-1, keepdim=True)
-    diagonal = ((squares_M1 * slope_MO.square()).sum(0) * norms_O).mean()
-    change_OH, direction_OH = torch.zeros_like(residual_OH), residual_OH
-    square = residual_OH.square().sum()
+    def squares(values_EOH: Tensor) -> Tensor:
+        return values_EOH.square().sum((1, 2), keepdim=True)
+
+    residual_EOH = backward(weight_EM1 * (target_EMH - a_EMN @ columns_EHN.mT))
+    norms_EO = columns_EHN.square().sum(1).repeat(1, parts)
+    squares_EM1 = weight_EM1.square() * x_EMH.square().mean(-1, keepdim=True)
+    diagonal_E11 = ((squares_EM1 * slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
+    change_EOH, direction_EOH = torch.zeros_like(residual_EOH), residual_EOH
+    square_E11 = squares(residual_EOH)
+    going_E11 = torch.ones_like(square_E11, dtype=torch.bool)
     for _ in range(STEPS):
-        product_OH = backward(forward(direction_OH)) + DAMPING * diagonal * direction_OH
-        curvature = (direction_OH * product_OH).sum()
-        if not float(curvature) > 0.0:
-            break
-        change_OH = change_OH + square / curvature * direction_OH
-        residual_OH = residual_OH - square / curvature * product_OH
-        square, last = residual_OH.square().sum(), square
-        direction_OH = residual_OH + square / last * direction_OH
-    return change_OH
+        product_EOH = backward(forward(direction_EOH)) + DAMPING * diagonal_E11 * direction_EOH
+        curvature_E11 = (direction_EOH * product_EOH).sum((1, 2), keepdim=True)
+        # an expert that arrived, or underflows, stays where it is
+        going_E11 = going_E11 & (curvature_E11 > 0)
+        length_E11 = (square_E11 / curvature_E11).where(going_E11, 0.0)
+        change_EOH = change_EOH + length_E11 * direction_EOH
+        residual_EOH = residual_EOH - length_E11 * product_EOH
+        square_E11, last_E11 = squares(residual_EOH), square_E11
+        direction_EOH = residual_EOH + (square_E11 / last_E11).where(last_E11 > 0, 0.0) * direction_EOH
+    return change_EOH
 
 
 @torch.enable_grad()
-def _slopes(act: Activation, h_MO: Tensor) -> tuple[Tensor, Tensor]:
+def _slopes(act: Activation, h_EMO: Tensor) -> tuple[Tensor, Tensor]:
     """The activation and its derivatives; each entry of ``h`` enters one entry of the activation."""
-    h_MO = h_MO.detach().requires_grad_()
-    a_MN = act(h_MO)
-    (slope_MO,) = torch.autograd.grad(a_MN.sum(), h_MO)
-    return a_MN.detach(), slope_MO
+    h_EMO = h_EMO.detach().requires_grad_()
+    a_EMN = act(h_EMO)
+    (slope_EMO,) = torch.autograd.grad(a_EMN.sum(), h_EMO)
+    return a_EMN.detach(), slope_EMO
 
 
-def _solve_down(problem: _Problem, a_MN: Tensor, held_M: Tensor, old_HN: Tensor) -> Tensor:
-    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens."""
-    a_MN = (problem.weight_M1 * a_MN).double()
-    # the change of the columns is fitted to what the old ones leave
-    left_MH = (problem.weight_M1 * problem.target_MH).double() - a_MN @ old_HN.double().T
-    held_NN, held_NH = a_MN[held_M].T @ a_MN[held_M], a_MN[held_M].T @ left_MH[held_M]
-    fitted_NN, fitted_NH = a_MN[~held_M].T @ a_MN[~held_M], a_MN[~held_M].T @ left_MH[~held_M]
+def _solve_down(sides: list[tuple[_Rows, Tensor]], old_EHN: Tensor) -> Tensor:
+    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens.
 
-    gains = {}
-    for ridge in reversed(RIDGES[:-1]):
-        change_NH = _ridge_solution(fitted_NN, fitted_NH, ridge)
-        gains[ridge] = float((change_NH * (2 * held_NH - held_NN @ change_NH)).sum())
-    best = nearest_fit(gains)
-    if best is None:
-        return old_HN
-    change_NH = _ridge_solution(fitted_NN + held_NN, fitted_NH + held_NH, best)
-    return (old_HN.double() + change_NH.T).to(old_HN.dtype)
+    Args:
+        sides: the fitted tokens, then those held back, with the activations ``[E, M, N]``.
+        old_EHN: the columns.
+    """
+    (fitted_ENN, fitted_ENH), (held_ENN, held_ENH) = (_normal_equations(*each, old_EHN) for each in sides)
+    ridge_E = best_ridge(fitted_ENN, held_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
+    better_E = ridge_E.isfinite()
+    inverse_1ENN, solved_1E = inverse_with_ridge(fitted_ENN + held_ENN, ridge_E.where(better_E, 1.0)[None])
+    change_EHN = (fitted_ENH + held_ENH).mT @ inverse_1ENN[0]
+    new_EHN = (old_EHN.double() + change_EHN).to(old_EHN.dtype)
+    return new_EHN.where((better_E & solved_1E[0])[:, None, None], old_EHN)
 
 
-def _ridge_solution(gram_NN: Tensor, products_NH: Tensor, ridge: float) -> Tensor:
-    regular_NN = gram_NN.clone()
-    regular_NN.diagonal().add_(ridge * gram_NN.diagonal().mean().clamp(min=torch.finfo(gram_NN.dtype).tiny))
-    return torch.cholesky_solve(products_NH, torch.linalg.cholesky(regular_NN))
+def _normal_equations(problem: _Rows, a_EMN: Tensor, old_EHN: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram matrices of the activations, and their products with what the old columns leave; in float64."""
+    a_EMN = (problem.weight_EM1 * a_EMN).double()
+    # the change of the columns is fitted to it
+    left_EMH = (problem.weight_EM1 * problem.target_EMH).double() - a_EMN @ old_EHN.double().mT
+    return a_EMN.mT @ a_EMN, a_EMN.mT @ left_EMH

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import grouped_mm, linear
 
+from moe_coverage_plugin.core.products import wide_product
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, projections
 from moe_coverage_plugin.modeling.routing import Routing
 
@@ -223,10 +224,20 @@ class ExpertFunction:
         """The input of ``down_proj``, ``[M, I]``."""
         return self.act(torch.cat([_converted(x_MH, each.weight, each.bias) for each in self.inputs], dim=-1))
 
-    def output(self, x_MH: Tensor, bias: bool = True) -> Tensor:
-        """The output of the expert, ``[M, H]``, with or without the bias of ``down_proj``."""
+    def output(self, x_MH: Tensor) -> Tensor:
+        """The output of the expert, ``[M, H]``."""
         down = self.projections["down_proj"]
-        return _converted(self.activation(x_MH), down.weight, down.bias if bias else None)
+        return _converted(self.activation(x_MH), down.weight, down.bias)
+
+    def wide_output(self, x_MH: Tensor) -> Tensor:
+        """The output without the bias of ``down_proj``, in float32 or wider, so that it is not rounded to 16 bits."""
+        h_MO = torch.cat([_wide(x_MH, each.weight, each.bias) for each in self.inputs], dim=-1)
+        return _wide(self.act(h_MO), self.projections["down_proj"].weight, None)
+
+
+def _wide(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:
+    y_MO = wide_product(x_MA, weight_OA.T)
+    return y_MO if bias_O is None else y_MO + bias_O
 
 
 def _converted(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import decoder_layers
+from moe_coverage_plugin.core.products import wide_product
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers
@@ -143,7 +144,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
             # a layer that sees something else than one row for each token keeps its padding
             if real_T is not None and len(real_T) == len(x_MA):
                 x_MA = x_MA[real_T.to(x_MA.device)]
-            added_AA = _hessian(module, [x_MA], x_MA.device)
+            added_AA = _hessian(x_MA)
             self._others[module] = self._others[module] + added_AA if module in self._others else added_AA
 
         handles = [module.register_forward_hook(add) for module in self._modules_of(step)]
@@ -157,7 +158,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
         """Quantize the linear layers outside of experts of a decoder layer that was watched."""
         found = {module: self._others.pop(module, None) for module in self._modules_of(step)}
         # without an input, weights are rounded to nearest
-        self._quantize({m: _hessian(m, (), m.weight.device) if h is None else h for m, h in found.items()})
+        self._quantize({m: _hessian(m.weight.detach()[:0]) if h is None else h for m, h in found.items()})
 
     def quantize_experts(self, layer: MoELayer, inputs: LayerInputs, experts: Sequence[int] | None = None) -> None:
         """Quantize experts of a layer as they are now.
@@ -174,12 +175,10 @@ class LayerwiseGPTQModifier(GPTQModifier):
         for first in range(0, len(kept), EXPERTS):
             hessians: dict[Module, Tensor] = {}
             for index in kept[first : first + EXPERTS]:
+                x_MH = inputs.tokens(index).x_MH
                 with ExpertFunction(layer, index) as function:
-                    x_MH = (each.x_MH for each in inputs.parts(index))
-                    hessians |= dict.fromkeys(function.inputs, _hessian(function.inputs[0], x_MH, inputs.device))
-                    down = function.projections["down_proj"]
-                    a_MI = (function.activation(each.x_MH) for each in inputs.parts(index))
-                    hessians[down] = _hessian(down, a_MI, inputs.device)
+                    hessians |= dict.fromkeys(function.inputs, _hessian(x_MH))
+                    hessians[function.projections["down_proj"]] = _hessian(function.activation(x_MH))
             self._quantize(hessians)
 
     def _quantize(self, hessians: Mapping[Module, Tensor]) -> None:
@@ -255,13 +254,6 @@ class LayerwiseGPTQModifier(GPTQModifier):
             )
 
 
-def _hessian(linear: Linear, parts: Iterable[Tensor], device: torch.device) -> Tensor:
-    """``sum_t x_t x_t^T`` over the inputs ``[M, A]`` of a linear layer, float32 or wider; zeros without any."""
-    total_AA: Tensor | None = None
-    for x_MA in parts:
-        x_MA = x_MA.to(torch.promote_types(x_MA.dtype, torch.float32))
-        total_AA = x_MA.T @ x_MA if total_AA is None else total_AA.addmm_(x_MA.T, x_MA)
-    if total_AA is None:
-        dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-        total_AA = torch.zeros(linear.in_features, linear.in_features, dtype=dtype, device=device)
-    return total_AA
+def _hessian(x_MA: Tensor) -> Tensor:
+    """``sum_t x_t x_t^T`` over the inputs of a linear layer, ``[A, A]`` in float32 or wider."""
+    return wide_product(x_MA.T, x_MA)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 
 import torch
 from compressed_tensors.distributed import is_distributed
@@ -20,7 +20,7 @@ from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import Tokens, refit_expert
+from moe_coverage_plugin.core.refit import Problem, Refit, refit_experts
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
@@ -31,6 +31,8 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # tokens of each expert that a refit of gate_proj and up_proj uses
 TOKENS = 4096
+# experts that are refitted together: their tokens and outputs in float32 are larger than their matrices
+REFITTED = 8
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
 
@@ -136,11 +138,8 @@ class _Reconstruction:
         # a removed expert has no weights, and an unpruned one nothing to fit
         pruned = [index for index, kept_N in enumerate(kept_E) if 0 < kept_N.numel() < channels]
         for experts in _chunks(pruned, kept_E):
-            grams_2DII = channel_grams(layer, experts, inputs)
-            fits = {
-                index: self._fit(layer, index, kept_E[index], grams_2II, inputs)
-                for index, grams_2II in zip(experts, grams_2DII.unbind(1), strict=True)
-            }
+            kept_EN = torch.stack([kept_E[index] for index in experts]).to(inputs.device)
+            fits = self._fit(layer, experts, kept_EN, channel_grams(layer, experts, inputs), inputs)
             prune_experts(layer, {index: kept_E[index] for index in experts}, self._padded_width, fits)
             self._fitted += [projections(layer.mlps[index])[name] for index, fit in fits.items() for name in fit]
             if self._quantizer is not None:
@@ -151,43 +150,78 @@ class _Reconstruction:
             self._quantizer.quantize_experts(layer, inputs, list(others))
 
     def _fit(
-        self, layer: MoELayer, index: int, kept_N: Tensor, grams_2II: Tensor, inputs: LayerInputs
-    ) -> FittedWeights:
-        """Weights that replace those of the kept channels; none if they are no better."""
-        fitted_II, held_II = grams_2II
-        tokens = inputs.sample(index, TOKENS) if self._full else None
-        with ExpertFunction(layer, index) as function:
-            down_HI = function.projections["down_proj"].weight
-            ridge = choose_ridge(down_HI, fitted_II, held_II, kept_N)
-            down_HN = reconstruct_down(down_HI, fitted_II + held_II, kept_N, ridge)
-            fit: FittedWeights = {} if math.isinf(ridge) else {"down_proj": down_HN}
-            if tokens is not None:
-                fit |= _refitted(function, kept_N.to(down_HI.device), down_HN, tokens)
-        # those of one rank, because ranks may differ in the last bit; on the CPU, because they have other devices
-        if is_distributed():
-            fit = gather_over_ranks({name: each.cpu() for name, each in fit.items()})[0]
-        self._counts["refitted" if "up_proj" in fit else "fitted" if fit else "unchanged"] += 1
-        return fit
+        self, layer: MoELayer, experts: list[int], kept_EN: Tensor, grams_2EII: Tensor, inputs: LayerInputs
+    ) -> dict[int, FittedWeights]:
+        """Weights that replace those of the kept channels of experts of one width; none for those not better."""
+        fitted_EII, held_EII = grams_2EII
+        down_EHI = _down_weights(layer, experts)
+        ridge_E = choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
+        down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
+        starts = range(0, len(experts), REFITTED) if self._full else ()
+        parts = [slice(start, start + REFITTED) for start in starts]
+        refits = [_refitted(layer, experts[part], kept_EN[part], down_EHN[part], inputs) for part in parts]
+        names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
+        # all that is read from the device, at once
+        better_E = torch.cat([refit.better_E for refit in refits]).tolist() if refits else [False] * len(experts)
+        fits: dict[int, FittedWeights] = {}
+        for position, (index, fitted, better) in enumerate(
+            zip(experts, ridge_E.isfinite().tolist(), better_E, strict=True)
+        ):
+            fits[index] = {"down_proj": down_EHN[position]} if fitted else {}
+            if better:
+                refit, place = refits[position // REFITTED], position % REFITTED
+                rows = refit.rows_EOH[place].split(kept_EN.shape[1])
+                fits[index] = dict(zip(names, rows, strict=True)) | {"down_proj": refit.down_EHN[place]}
+            # those of one rank, because ranks may differ in the last bit; on the CPU, as they have other devices
+            if is_distributed():
+                fits[index] = gather_over_ranks({name: each.cpu() for name, each in fits[index].items()})[0]
+            fit = fits[index]
+            self._counts["refitted" if "up_proj" in fit else "fitted" if fit else "unchanged"] += 1
+        return fits
 
 
 def _chunks(experts: list[int], kept_E: list[Tensor]) -> Iterator[list[int]]:
-    """Split experts into those that are computed together; of equal width if possible, so that they share a batch."""
-    by_width = sorted(experts, key=lambda index: kept_E[index].numel())
-    for first in range(0, len(by_width), EXPERTS):
-        yield by_width[first : first + EXPERTS]
+    """Split experts into those that are computed together, all of one width."""
+
+    def width(index: int) -> int:
+        return kept_E[index].numel()
+
+    for _, group in groupby(sorted(experts, key=width), width):
+        same = list(group)
+        for first in range(0, len(same), EXPERTS):
+            yield same[first : first + EXPERTS]
 
 
-def _refitted(function: ExpertFunction, kept_N: Tensor, down_HN: Tensor, tokens: Tokens) -> FittedWeights:
-    """Weights of all projections of an expert; empty if a refit is no better."""
-    names = [name for name in function.projections if name != "down_proj"]
-    # wider than the pass if that is in 16 bits, so that the target has no rounding to be fitted
-    x_MH = tokens.x_MH.to(torch.promote_types(tokens.x_MH.dtype, torch.float32))
-    refit = refit_expert(
-        [linear.weight[kept_N] for linear in function.inputs],
-        [None if linear.bias is None else linear.bias[kept_N] for linear in function.inputs],
-        down_HN,
-        function.output(x_MH, bias=False),
-        tokens,
-        function.act,
-    )
-    return {} if refit is None else dict(zip(names, refit.rows, strict=True)) | {"down_proj": refit.down_HN}
+def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
+    weights = []
+    for index in experts:
+        with ExpertFunction(layer, index) as function:
+            # an offloaded weight is on its device only within the context
+            weights.append(function.projections["down_proj"].weight.detach().clone())
+    return torch.stack(weights)
+
+
+def _refitted(
+    layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs
+) -> Refit:
+    """Weights of all projections of experts of one width."""
+    sides = inputs.sample(experts, TOKENS)
+    rows, biases, targets = [], [], ([], [])
+    for position, index in enumerate(experts):
+        with ExpertFunction(layer, index) as function:
+            kept_N = kept_EN[position]
+            rows.append(torch.cat([linear.weight[kept_N] for linear in function.inputs]))
+            biases.append(
+                torch.cat(
+                    [
+                        rows[-1].new_zeros(len(kept_N)) if each.bias is None else each.bias[kept_N]
+                        for each in function.inputs
+                    ]
+                )
+            )
+            for target, tokens in zip(targets, sides, strict=True):
+                # wider than a pass in 16 bits, so that the target has no rounding to be fitted
+                target.append(function.wide_output(tokens.x_EMH[position]))
+    fitted, held = (Problem(tokens, torch.stack(target)) for tokens, target in zip(sides, targets, strict=True))
+    act = ExpertFunction(layer, experts[0]).act
+    return refit_experts(torch.stack(rows), torch.stack(biases), down_EHN, fitted, held, act)

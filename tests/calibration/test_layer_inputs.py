@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.calibration import layer_inputs
-from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
-from moe_coverage_plugin.core.refit import Tokens
+from moe_coverage_plugin.calibration.layer_inputs import ExpertTokens, LayerInputs
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64
 from tests.calibration.routed_rows import Row, inputs_of, rows_of
@@ -51,29 +50,61 @@ def matching(rows: list[Row], x_H: Tensor, weight: Tensor, held: Tensor) -> list
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 3, ALL])
-def test_parts_have_each_token_once(seen, monkeypatch: pytest.MonkeyPatch, rows: int):
-    """With its input, its routing weight and its flag; without padding; at most so many rows at a time."""
-    monkeypatch.setattr(layer_inputs, "ROWS", rows)
+def test_tokens_have_each_token_once(seen):
+    """With its input, its routing weight and its part; without padding."""
     inputs, rows_E = seen
     assert inputs.count_tokens().tolist() == list(map(len, rows_E))
     for expert in range(EXPERTS):
-        parts = list(inputs.parts(expert))
-        assert all(len(x_MH) == len(weight_M) == len(held_M) <= rows for x_MH, weight_M, held_M in parts)
-        found = [matching(rows_E[expert], *token) for part in parts for token in zip(*part, strict=True)]
+        tokens = inputs.tokens(expert)
+        found = []
+        for held, side in zip((False, True), tokens.sides(), strict=True):
+            found += [matching(rows_E[expert], *token, torch.tensor(held)) for token in zip(*side, strict=True)]
         assert sorted(found) == [[index] for index in range(len(rows_E[expert]))]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_tokens_of_an_expert_that_has_many_are_spread_over_all(seen, monkeypatch: pytest.MonkeyPatch, rows: int):
+    inputs, rows_E = seen
+    every = [inputs.tokens(expert) for expert in range(EXPERTS)]
+    monkeypatch.setattr(layer_inputs, "ROWS", rows)
+    assert max(map(len, rows_E)) > rows
+    assert inputs.count_tokens().tolist() == [min(len(each), rows) for each in rows_E]
+    for expert, (x_MH, weight_M, fitted) in enumerate(every):
+        few = inputs.tokens(expert)
+        chosen = spread(len(x_MH), rows)
+        assert torch.equal(few.x_MH, x_MH[chosen])
+        assert torch.equal(few.weight_M, weight_M[chosen])
+        assert few.fitted == sum(index < fitted for index in chosen)
+
+
+def spread(length: int, most: int) -> list[int]:
+    """At most ``most`` numbers below ``length``."""
+    count = min(most, length)
+    return [number * length // count for number in range(count)]
 
 
 @pytest.mark.parametrize("most", [1, 4, 7, ALL])
 def test_a_sample_is_spread_over_all_tokens(seen, most: int):
+    """Of several experts together, in any order, with zeros behind those that have fewer tokens."""
     inputs, rows_E = seen
-    for expert, rows in enumerate(rows_E):
-        few, (every,) = inputs.sample(expert, most), inputs.parts(expert)
-        assert few is not None
-        count = min(most, len(rows))
-        chosen = [number * len(rows) // count for number in range(count)]
-        for values, all_values in zip(few, every, strict=True):
-            assert torch.equal(values, all_values[chosen])
+    experts = [3, 0, 5, 1]
+    sides = inputs.sample(experts, most)
+    for position, expert in enumerate(experts):
+        every = inputs.tokens(expert)
+        chosen = spread(len(rows_E[expert]), most)
+        parts = (
+            [index for index in chosen if index < every.fitted],
+            [index for index in chosen if index >= every.fitted],
+        )
+        for tokens, part in zip(sides, parts, strict=True):
+            count = int(tokens.count_E[position])
+            assert count == len(part)
+            assert torch.equal(tokens.x_EMH[position, :count], every.x_MH[part])
+            assert torch.equal(tokens.weight_EM[position, :count], every.weight_M[part])
+            assert not tokens.x_EMH[position, count:].any()
+            assert not tokens.weight_EM[position, count:].any()
+    for tokens in sides:
+        assert tokens.x_EMH.shape[1] == max(tokens.count_E.tolist())
 
 
 def test_an_expert_without_tokens(model):
@@ -81,11 +112,12 @@ def test_an_expert_without_tokens(model):
     inputs = inputs_of(model, find_moe_layers(model)[1], [one], [torch.tensor([True, False])])
     counts = inputs.count_tokens()
     assert sorted(counts.tolist()) == [0] * (EXPERTS - 2) + [1, 1]
+    fitted, held = inputs.sample(range(EXPERTS), ALL)
+    assert torch.equal(held.count_E, counts)
+    assert fitted.count_E.tolist() == [0] * EXPERTS
     for expert, count in enumerate(counts.tolist()):
-        sample = inputs.sample(expert, ALL)
-        assert [len(part.x_MH) for part in inputs.parts(expert)] == [count] or not count
-        assert (sample is None) == (count == 0)
-        assert sample is None or sample.held_M.tolist() == [True]
+        tokens = inputs.tokens(expert)
+        assert (len(tokens.x_MH), tokens.fitted) == (count, 0)
 
 
 def test_no_graph_is_kept(model, batches, held):
@@ -102,11 +134,11 @@ def test_tokens_are_stored_on_one_device_and_used_on_another(monkeypatch: pytest
     monkeypatch.setattr(Tensor, "to", lambda self, *args, **rest: (moved.append(args[0]), to(self, *args, **rest))[1])
     inputs.add(torch.ones(3, 4), torch.tensor([[0], [1], [0]]), torch.ones(3, 1), torch.zeros(3).bool(), None)
     inputs.device = torch.device("meta")
-    (tokens,) = inputs.parts(0)
-    assert {each.device.type for each in tokens} == {"meta"}
+    tokens = inputs.tokens(0)
+    assert {tokens.x_MH.device.type, tokens.weight_M.device.type} == {"meta"}
     assert tokens.x_MH.shape == (2, 4)
     assert inputs.x_TH.device == torch.device("cpu")
-    assert moved.count(torch.device("meta")) == 3
+    assert moved.count(torch.device("meta")) == 2
 
 
 def test_a_rank_without_tokens_gets_those_of_others_on_its_device(monkeypatch: pytest.MonkeyPatch):
@@ -114,15 +146,14 @@ def test_a_rank_without_tokens_gets_those_of_others_on_its_device(monkeypatch: p
     inputs = LayerInputs(2, 3, torch.device("cpu"))
     inputs.add(torch.ones(3, 4), torch.zeros(3, 1).long(), torch.ones(3, 1), torch.zeros(3).bool(), None)
     inputs.device = torch.device("meta")
-    others = Tokens(torch.ones(3, 4), torch.ones(3), torch.ones(3).bool())
+    others = ExpertTokens(torch.ones(3, 4), torch.ones(3), 1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(layer_inputs, "gather_over_ranks", lambda own: [Tokens(*map(torch.zeros_like, own)), others])
-    for expert, own in ((0, 2), (1, 0)):
-        found = inputs.sample(expert, 4)
-        assert found is not None
-        assert {each.device.type for each in found} == {"meta"}
-        assert len(found.x_MH) == own + 3
+    monkeypatch.setattr(layer_inputs, "gather_over_ranks", lambda own: [own, [others] * len(own)])
+    fitted, held = inputs.sample([0, 1], 4)
+    assert {each.device.type for side in (fitted, held) for each in side} == {"meta"}
+    assert fitted.x_EMH.shape == (2, 2 + 1, 4)
+    assert held.x_EMH.shape == (2, 2, 4)
 
 
 def test_batches_that_are_missing_are_our_own_error():

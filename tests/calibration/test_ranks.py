@@ -49,13 +49,12 @@ def scores(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
     return interaction_scores(model, layers, batches, gather_sums(observers, gradients))
 
 
-def sums_and_tokens(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, list[Tokens | None]]:
+def sums_and_tokens(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, tuple[Tokens, Tokens]]:
     """Gram matrices, numbers of tokens, and a sample of each expert's tokens; every third token is held back."""
     layer = find_moe_layers(model)[0]
     held = [torch.arange(batch["input_ids"].numel()) % 3 == 0 for batch in batches]
     inputs = inputs_of(model, layer, batches, held)
-    samples = [inputs.sample(expert, 1000) for expert in range(EXPERTS)]
-    return channel_grams(layer, range(EXPERTS), inputs), inputs.count_tokens(), samples
+    return channel_grams(layer, range(EXPERTS), inputs), inputs.count_tokens(), inputs.sample(range(EXPERTS), 1000)
 
 
 def rank_of_two(rank: int, directory: Path) -> None:
@@ -64,7 +63,7 @@ def rank_of_two(rank: int, directory: Path) -> None:
     for case in ("labelled", "masked"):
         torch.save(scores(opened(directory), data_of(case)[rank::RANKS]), directory / f"{case}.{rank}")
     found = sums_and_tokens(opened(directory), data_of("short")[rank::RANKS])
-    torch.save([*found[:2], [None if tokens is None else tuple(tokens) for tokens in found[2]]], directory / f"{rank}")
+    torch.save([*found[:2], [tuple(side) for side in found[2]]], directory / f"{rank}")
     dist.destroy_process_group()
 
 
@@ -102,9 +101,11 @@ def test_gram_matrices_and_tokens(finished: Path):
         assert torch.equal(found_grams, ranks[0][0])
         torch.testing.assert_close(found_grams, grams, rtol=1e-12, atol=1e-15)
         assert torch.equal(found_counts, counts)
-        for found, expected in zip(found_samples, samples, strict=True):
-            assert expected is not None
-            assert found is not None
-            order, expected_order = found[1].argsort(), expected.weight_M.argsort()
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one[order], other[expected_order], rtol=1e-12, atol=1e-15)
+        for (x_EMH, weight_EM, count_E), expected in zip(found_samples, samples, strict=True):
+            assert torch.equal(count_E, expected.count_E)
+            order_EM, expected_EM = weight_EM.argsort(dim=1), expected.weight_EM.argsort(dim=1)
+            for index in range(EXPERTS):
+                for one, other in ((x_EMH, expected.x_EMH), (weight_EM, expected.weight_EM)):
+                    torch.testing.assert_close(
+                        one[index][order_EM[index]], other[index][expected_EM[index]], rtol=1e-12, atol=1e-15
+                    )

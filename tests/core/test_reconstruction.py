@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_coverage_plugin.core.reconstruction import (
-    GAIN_SHARE,
-    RIDGES,
-    choose_ridge,
-    gram,
-    nearest_fit,
-    reconstruct_down,
-)
+from moe_coverage_plugin.core import reconstruction
+from moe_coverage_plugin.core.reconstruction import GAIN_SHARE, RIDGE, RIDGES, gram, nearest_fit
 
 H, I, T = 5, 8, 40  # noqa: E741 - the axis letters
 
@@ -31,6 +25,17 @@ def expert(seed: int, tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
 
     mixed_TI = randn(tokens, I) @ (torch.eye(I, dtype=torch.float64) + 0.7 * randn(I, I))
     return randn(H, I), mixed_TI, torch.rand(tokens, dtype=torch.float64, generator=generator)
+
+
+def reconstruct_down(down_HI: Tensor, gram_II: Tensor, kept_N: Tensor, ridge: float = RIDGE) -> Tensor:
+    """Of one expert."""
+    ridge_E = torch.tensor([ridge], dtype=torch.float64)
+    return reconstruction.reconstruct_down(down_HI[None], gram_II[None], kept_N[None], ridge_E)[0]
+
+
+def choose_ridge(down_HI: Tensor, fitted_II: Tensor, held_II: Tensor, kept_N: Tensor) -> float:
+    """Of one expert."""
+    return float(reconstruction.choose_ridge(down_HI[None], fitted_II[None], held_II[None], kept_N[None]))
 
 
 def direct(down_HI: Tensor, a_TI: Tensor, routing_weight_T: Tensor, kept_N: Tensor, ridge: float) -> Tensor:
@@ -153,11 +158,19 @@ def test_chosen_ridge_is_the_largest_that_gains_nearly_as_much(seed: int, kept: 
 
 
 def test_the_first_fit_that_gains_enough_is_taken():
-    assert nearest_fit({"near": 0.84, "far": 0.86, "farther": 1.0, "farthest": -1.0}) == "far"
-    assert nearest_fit({"near": 1.0, "far": 1.0}) == "near"
-    assert nearest_fit({"near": 0.0, "far": -1.0}) is None
-    assert nearest_fit({"near": -1.0, "far": 1e-12}) == "far"
-    assert nearest_fit({"near": math.nan}) is None
+    """Of each column."""
+    cases = {
+        (0.84, 0.86, 1.0, -1.0): 1,
+        (1.0, 1.0, 1.0, 1.0): 0,
+        (0.0, -1.0, 0.0, -3.0): None,
+        (-1.0, 1e-12, -1.0, -1.0): 1,
+        (math.nan, math.nan, math.nan, math.nan): None,
+        (-math.inf, math.nan, 2.0, 1.0): 2,
+        (-math.inf, -math.inf, -math.inf, -math.inf): None,
+    }
+    fit_E, better_E = nearest_fit(torch.tensor(list(cases), dtype=torch.float64).T)
+    found = [fit if better else None for fit, better in zip(fit_E.tolist(), better_E.tolist(), strict=True)]
+    assert found == list(cases.values())
 
 
 def test_each_ridge_is_chosen_for_some_expert():
@@ -223,3 +236,44 @@ def test_the_ridge_of_weights_in_16_bits(dtype: torch.dtype):
 def test_no_fit_is_the_old_columns():
     case, kept_N = Case(0, 30, 10), torch.tensor([0, 2, 3, 6])
     assert torch.equal(reconstruct_down(case.down_HI, gram(*case.fitted), kept_N, math.inf), case.down_HI[:, kept_N])
+
+
+# --- experts together
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, I - 1), st.data())
+def test_experts_do_not_change_each_other(seed: int, experts: int, width: int, data: st.DataObject):
+    """Of equal width, with other channels each; some without tokens, one with values that are not finite."""
+    sizes = [
+        data.draw(st.tuples(st.sampled_from([0, 1, 5, T]), st.sampled_from([0, 1, 5, T]))) for _ in range(experts)
+    ]
+    cases = [Case(seed + index, *each) for index, each in enumerate(sizes)]
+    kept_EN = torch.stack(
+        [torch.randperm(I, generator=torch.Generator().manual_seed(seed + index))[:width] for index in range(experts)]
+    )
+    kept_EN = kept_EN.sort(dim=1).values
+    down_EHI = torch.stack([case.down_HI for case in cases])
+    fitted_EII, held_EII = (torch.stack([gram(*getattr(case, side)) for case in cases]) for side in ("fitted", "held"))
+    bad = data.draw(st.integers(-1, experts - 1))
+    if bad >= 0:
+        fitted_EII[bad, 0, 0] = math.nan
+    ridge_E = reconstruction.choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
+    found_EHN = reconstruction.reconstruct_down(down_EHI, fitted_EII, kept_EN, ridge_E)
+    for index, case in enumerate(cases):
+        if index == bad:
+            continue
+        alone = choose_ridge(case.down_HI, fitted_EII[index], held_EII[index], kept_EN[index])
+        assert float(ridge_E[index]) == alone
+        expected_HN = reconstruct_down(case.down_HI, fitted_EII[index], kept_EN[index], alone)
+        torch.testing.assert_close(found_EHN[index], expected_HN, rtol=1e-9, atol=1e-12)
+
+
+def test_a_matrix_that_is_not_positive_definite_is_no_fit():
+    """A Gram matrix is, but for rounding; nothing is fitted by one that is far from it."""
+    case, kept_N = Case(0, 30, 10), torch.tensor([0, 2, 3, 6])
+    fitted_II = gram(*case.fitted)
+    fitted_II[0, 2] = fitted_II[2, 0] = 10 * fitted_II.diagonal().max()
+    ridge = choose_ridge(case.down_HI, fitted_II, gram(*case.held), kept_N)
+    assert torch.equal(reconstruct_down(case.down_HI, fitted_II, kept_N), case.down_HI[:, kept_N])
+    assert ridge == math.inf

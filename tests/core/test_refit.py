@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import silu
 
 from moe_coverage_plugin.core import refit
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, Tokens, refit_expert
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Problem, Tokens, refit_experts
 
 
 def swiglu(h_MO: Tensor) -> Tensor:
@@ -23,6 +24,21 @@ def swiglu(h_MO: Tensor) -> Tensor:
 
 def relu_squared(h_MN: Tensor) -> Tensor:
     return h_MN.relu().square()
+
+
+class Rows(NamedTuple):
+    """Tokens of one expert, of both sides."""
+
+    x_MH: Tensor
+    weight_M: Tensor
+    held_M: Tensor
+
+
+class Fit(NamedTuple):
+    """Weights of one expert that are better for held-back tokens."""
+
+    rows: list[Tensor]
+    down_HN: Tensor
 
 
 @dataclass
@@ -47,7 +63,7 @@ class Expert:
         tokens = self.fitted + self.held
         held_M = torch.randperm(tokens, generator=self.generator) < self.held
         weight_M = torch.rand(tokens, dtype=torch.float64, generator=self.generator)
-        self.tokens = Tokens(self.randn(tokens, self.hidden), weight_M, held_M)
+        self.tokens = Rows(self.randn(tokens, self.hidden), weight_M, held_M)
         self.target_MH = outputs(self, rows, biases, down_HI)
         self.rows = [each[: self.kept] for each in rows]
         self.biases = [None if each is None else each[: self.kept] for each in biases]
@@ -56,8 +72,9 @@ class Expert:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator)
 
-    def refit(self) -> Refit | None:
-        return refit_expert(self.rows, self.biases, self.down_HN, self.target_MH, self.tokens, self.act)
+    def refit(self) -> Fit | None:
+        (found,) = refit_all([self])
+        return found
 
     def error(self, rows: list[Tensor], down_HN: Tensor, held: bool = True) -> float:
         """The sum over the tokens of one side, one token at a time."""
@@ -69,6 +86,32 @@ class Expert:
     @property
     def unfitted_error(self) -> float:
         return self.error(self.rows, self.down_HN)
+
+
+def refit_all(experts: list[Expert]) -> list[Fit | None]:
+    """Fit experts of one width together."""
+    rows_EOH = torch.stack([torch.cat(each.rows) for each in experts])
+    biases = [
+        torch.cat([rows_EOH.new_zeros(each.kept) if bias is None else bias for bias in each.biases])
+        for each in experts
+    ]
+    down_EHN = torch.stack([each.down_HN for each in experts])
+    sides = [problem(experts, held) for held in (False, True)]
+    found = refit_experts(rows_EOH, torch.stack(biases), down_EHN, *sides, experts[0].act)
+    return [
+        Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
+        for rows_OH, down_HN, better in zip(found.rows_EOH, found.down_EHN, found.better_E.tolist(), strict=True)
+    ]
+
+
+def problem(experts: list[Expert], held: bool) -> Problem:
+    """One side of the tokens of experts, with rows of zeros behind those of experts that have fewer."""
+    sides = [each.tokens.held_M == held for each in experts]
+    x_EMH, weight_EM, target_EMH = (
+        torch.nn.utils.rnn.pad_sequence([values[side] for values, side in zip(each, sides, strict=True)], True)
+        for each in zip(*((each.tokens.x_MH, each.tokens.weight_M, each.target_MH) for each in experts), strict=True)
+    )
+    return Problem(Tokens(x_EMH, weight_EM, torch.tensor([int(side.sum()) for side in sides])), target_EMH)
 
 
 def outputs(expert: Expert, rows: list[Tensor], biases: list[Tensor | None], down_HN: Tensor) -> Tensor:
@@ -173,7 +216,7 @@ def test_held_back_tokens_that_no_step_helps():
     """Fitted tokens want another output for the inputs of which held-back tokens want to keep the old one."""
     expert = Expert(fitted=40, held=40)
     held_M = torch.arange(80) >= 40
-    expert.tokens = Tokens(expert.tokens.x_MH[:40].repeat(2, 1), expert.tokens.weight_M[:40].repeat(2), held_M)
+    expert.tokens = Rows(expert.tokens.x_MH[:40].repeat(2, 1), expert.tokens.weight_M[:40].repeat(2), held_M)
     reached_MH = outputs(expert, expert.rows, expert.biases, expert.down_HN)
     expert.target_MH = torch.where(held_M[:, None], reached_MH, reached_MH + expert.randn(80, 5))
     assert expert.refit() is None
@@ -215,12 +258,13 @@ def linearised(expert: Expert):
 
 
 def step(expert: Expert) -> Tensor:
-    side_M, tokens = ~expert.tokens.held_M, expert.tokens
-    problem = refit._Problem(tokens.x_MH[side_M], tokens.weight_M[side_M, None], expert.target_MH[side_M])
     bias_O = torch.cat(
         [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
     )
-    return refit._gauss_newton_step(problem, torch.cat(expert.rows), bias_O, expert.down_HN, expert.act)
+    rows = refit._Rows.of(problem([expert], held=False), torch.float64)
+    return refit._gauss_newton_step(
+        rows, torch.cat(expert.rows)[None], bias_O[None], expert.down_HN[None], expert.act
+    )[0]
 
 
 KINDS = pytest.mark.parametrize(
@@ -288,7 +332,7 @@ def test_dtypes_are_kept(weight: torch.dtype, tokens: torch.dtype):
     expert.rows = [each.to(weight) for each in expert.rows]
     expert.biases = [None if each is None else each.to(weight) for each in expert.biases]
     expert.down_HN, expert.target_MH = expert.down_HN.to(weight), expert.target_MH.to(tokens)
-    expert.tokens = Tokens(expert.tokens.x_MH.to(tokens), expert.tokens.weight_M.to(tokens), expert.tokens.held_M)
+    expert.tokens = Rows(expert.tokens.x_MH.to(tokens), expert.tokens.weight_M.to(tokens), expert.tokens.held_M)
     found = expert.refit()
     assert exact is not None
     assert found is not None
@@ -305,7 +349,7 @@ def test_tokens_of_routing_weight_zero_do_not_matter(scale: float):
     expert = Expert(biased=True)
     expected = expert.refit()
     tokens, extra = expert.tokens, 30
-    expert.tokens = Tokens(
+    expert.tokens = Rows(
         torch.cat([tokens.x_MH, scale * expert.randn(extra, expert.hidden)]),
         torch.cat([tokens.weight_M, torch.zeros(extra, dtype=torch.float64)]),
         torch.cat([tokens.held_M, torch.arange(extra) % 2 == 0]),
@@ -318,7 +362,7 @@ def test_the_order_of_tokens_does_not_matter():
     expert = Expert(gated=False)
     expected = expert.refit()
     order_M = torch.randperm(len(expert.target_MH), generator=expert.generator)
-    expert.tokens = Tokens(*(each[order_M] for each in expert.tokens))
+    expert.tokens = Rows(*(each[order_M] for each in expert.tokens))
     expert.target_MH = expert.target_MH[order_M]
     assert_same(expert.refit(), expected)
 
@@ -349,8 +393,38 @@ def test_weights_that_require_gradients_get_results_without():
     assert not any(each.requires_grad for each in (*found.rows, found.down_HN))
 
 
-def assert_same(found: Refit | None, expected: Refit | None) -> None:
+def assert_same(found: Fit | None, expected: Fit | None) -> None:
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
         for one, other in zip((*found.rows, found.down_HN), (*expected.rows, expected.down_HN), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+# --- experts together
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    gated=st.booleans(),
+    biased=st.booleans(),
+    sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=4),
+    bad=st.integers(0, 4),
+)
+def test_experts_do_not_change_each_other(
+    seed: int, gated: bool, biased: bool, sizes: list[tuple[int, int]], bad: int
+):
+    """With unequal numbers of tokens, some with too few or none, and one with values that are not finite.
+
+    After few steps: conjugate gradients that are close to the minimum amplify rounding.
+    """
+    experts = [Expert(seed + index, gated, biased, fitted=one, held=two) for index, (one, two) in enumerate(sizes)]
+    if bad < len(experts) and len(experts[bad].tokens.x_MH):
+        experts[bad].tokens.x_MH[0] = torch.nan
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(refit, "STEPS", 3)
+        found = refit_all(experts)
+        for expert, fit in zip(experts, found, strict=True):
+            assert_same(fit, expert.refit())
+    if bad < len(experts) and len(experts[bad].tokens.x_MH):
+        assert found[bad] is None
+    assert all(fit is None for fit, each in zip(found, sizes, strict=True) if min(each) < FEWEST_TOKENS)
