@@ -14,8 +14,7 @@ bias of ``down_proj`` is common to both sides and cancels.
 
 How much of the fit carries over to other text depends on the expert: on its tokens, its channels, and how many of them
 are pruned. ``lambda`` is therefore chosen for each expert by tokens that were held back from the fit
-(:func:`choose_ridge`), and no fit at all is one of the choices. Held-back tokens are of the calibration text too. For
-other text, of all fits that gain nearly as much as the best one on them, the one nearest to the old columns is taken.
+(:func:`choose_ridge`), and no fit at all is one of the choices.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
 RIDGE = 1e-2
 # candidates, relative to the mean of the diagonal of G_kk; infinite: the old columns
 RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, math.inf)
-# of the gain of the best fit on held-back tokens, what the fit that is taken must gain
-GAIN_SHARE = 0.85
 
 
 def gram(a_MI: Tensor, routing_weight_M: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ def reconstruct_down(down_EHI: Tensor, gram_EII: Tensor, kept_EN: Tensor, ridge_
 
 @torch.no_grad()
 def choose_ridge(down_EHI: Tensor, fitted_EII: Tensor, held_EII: Tensor, kept_EN: Tensor) -> Tensor:
-    """The ridge of :data:`RIDGES` that held-back tokens choose (:func:`nearest_fit`), for experts of one width.
+    """The ridge of :data:`RIDGES` that held-back tokens choose (:func:`best_fit`), for experts of one width.
 
     Args:
         down_EHI: the unpruned weights.
@@ -82,8 +79,8 @@ def choose_ridge(down_EHI: Tensor, fitted_EII: Tensor, held_EII: Tensor, kept_EN
         kept_EN: indices of the kept channels.
 
     Returns:
-        ``[E]`` float64 on the device of ``down_EHI``: the largest ridge that gains nearly as much, infinite if no fit
-        is better than the old columns, or there are no tokens to fit or to test.
+        ``[E]`` float64 on the device of ``down_EHI``; infinite if no fit is better than the old columns, or there are
+        no tokens to fit or to test.
     """
     channels = _Channels(down_EHI, kept_EN)
     (fitted_ENN, fitted_ENP), (held_ENN, held_ENP) = map(channels.split, (fitted_EII, held_EII))
@@ -112,12 +109,12 @@ def best_ridge(fitted_ENN: Tensor, held_ENN: Tensor, square_ENN: Tensor, cross_E
     inverse_RENN, solved_RE = inverse_with_ridge(fitted_ENN, ridges_R[:, None].expand(-1, len(fitted_ENN)))
     gains_RE = 2 * (inverse_RENN * cross_ENN).sum((-2, -1))
     gains_RE -= ((inverse_RENN @ square_ENN @ inverse_RENN) * held_ENN).sum((-2, -1))
-    fit_E, better_E = nearest_fit(gains_RE.where(solved_RE, -math.inf))
+    fit_E, better_E = best_fit(gains_RE.where(solved_RE, -math.inf))
     return ridges_R[fit_E].where(better_E, math.inf)
 
 
-def nearest_fit(gains_RE: Tensor) -> tuple[Tensor, Tensor]:
-    """The first fit of each expert that gains :data:`GAIN_SHARE` of what the best one gains.
+def best_fit(gains_RE: Tensor) -> tuple[Tensor, Tensor]:
+    """The fit of each expert that gains most; of equal ones the first.
 
     Args:
         gains_RE: by how much each fit lowers the error on held-back tokens, the fit nearest to the old weights first;
@@ -128,8 +125,8 @@ def nearest_fit(gains_RE: Tensor) -> tuple[Tensor, Tensor]:
     """
     gains_RE = gains_RE.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     most_E = gains_RE.amax(0)
-    # the first of equal maxima
-    return (gains_RE >= GAIN_SHARE * most_E).to(torch.int8).argmax(0), most_E > 0
+    # argmax alone need not return the first of equal maxima
+    return (gains_RE == most_E).to(torch.int8).argmax(0), most_E > 0
 
 
 def inverse_with_ridge(gram_ENN: Tensor, ridges_RE: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ conjugate gradients on
     (J^T J + mu I) X = J^T r,    J X = g W' act'(h) (X x),    r = g (z - W' act(h)).
 
 Few steps regularise, as ``mu`` does. The change is taken by a quarter, by half or in full, as tokens that were held
-back choose (:func:`~moe_coverage_plugin.core.reconstruction.nearest_fit`), and not at all if their error is not lower
+back choose (:func:`~moe_coverage_plugin.core.reconstruction.best_fit`), and not at all if their error is not lower
 for it. The columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 
 Experts of one width are fitted together. On a GPU the step is computed in TF32: an inexact direction costs little,
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.products import tf32_products
-from moe_coverage_plugin.core.reconstruction import best_ridge, inverse_with_ridge, nearest_fit
+from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
 STEPS = 8
 # mu, relative to the mean of the diagonal of J^T J
@@ -126,7 +126,7 @@ def refit_experts(
     with tf32_products():
         step_EOH = _gauss_newton_step(fitted_rows, old_EOH, bias_EO, old_EHN, act)
     before_E = error(old_EOH)
-    fit_E, better_E = nearest_fit(
+    fit_E, better_E = best_fit(
         torch.stack([before_E - error(torch.add(old_EOH, step_EOH, alpha=each)) for each in LENGTHS])
     )
     better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
