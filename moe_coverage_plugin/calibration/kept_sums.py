@@ -56,9 +56,14 @@ class KeptSums:
             begin = "with the sums" if self.batches == total else f"from batch {self.batches + 1}"
             logger.info(f"Going on {begin} of {total} batches")
 
-    def add(self, idle: bool) -> None:
-        """Count a batch that is in the sums, and keep them if enough time has passed or if it is the last."""
-        self.batches += 1
+    def add(self, batches: int, idle: int) -> None:
+        """Count batches that are in the sums, and keep these if enough time has passed or if no batch is left.
+
+        Args:
+            batches: number of batches since the last call.
+            idle: how many of them predicted no token.
+        """
+        self.batches += batches
         self.idle += idle
         if self._progress is None:
             return

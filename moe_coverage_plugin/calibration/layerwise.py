@@ -7,20 +7,22 @@ the same for any traced model, but it traces the model, keeps activations in CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from compressed_tensors.offload import get_execution_device
+from compressed_tensors.offload import disable_offloading
 from llmcompressor.utils.helpers import disable_cache, disable_lm_head, eval_context
+from loguru import logger
 from torch import Tensor
 from torch.nn import Module
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.decoder_chain import Calls, DecoderChain, few_tokens
+from moe_coverage_plugin.calibration.hidden_states import moved_state
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
-from moe_coverage_plugin.calibration.next_token import model_inputs
 from moe_coverage_plugin.calibration.observation import Batch, decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
@@ -30,16 +32,14 @@ from moe_coverage_plugin.modeling.grouped_experts import (
     RaggedExperts,
     replaced_forward,
 )
+from moe_coverage_plugin.modeling.loaded_layers import LoadedLayers
+from moe_coverage_plugin.modeling.memory import free_host_memory, free_memory
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width
 
 # of the free memory of a device, the part that hidden states may take; layers need the rest
 SHARE_OF_STATES = 0.5
 # every fourth sample is held back; a calibration set of fewer samples is divided into this many parts of each sample
 HELD_BACK, PARTS = 4, 8
-# of the first sample, when layers are checked before other passes
-CHECKED_TOKENS = 8
-# of the norm of hidden states: far above the rounding of bfloat16 sums in another order, far below a wrong argument
-TOLERANCE = 0.05
 
 
 class CurrentBatch(NamedTuple):
@@ -54,13 +54,6 @@ class CurrentBatch(NamedTuple):
     held_T: Tensor
 
 
-class _Call(NamedTuple):
-    """Arguments of a decoder layer besides the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class DecoderStep:
     """One decoder layer of the pass, and all batches before it.
 
@@ -72,7 +65,7 @@ class DecoderStep:
     def __init__(self, decoder_layer: Module, layers: list[MoELayer], states: _States):
         self.decoder_layer, self.layers = decoder_layer, layers
         self._states = states
-        self._outputs: list[Tensor] | None = None
+        self._finished = False
 
     @property
     def current(self) -> CurrentBatch:
@@ -83,27 +76,27 @@ class DecoderStep:
         """Take all batches through the decoder layer and keep what its experts get.
 
         Args:
-            changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept.
+            changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept;
+                otherwise they replace its inputs, and it can be observed once.
             hooked: whether others look at values inside the layer, which may depend on what its experts output.
                 Otherwise the experts of a layer that will change need not compute, if it is the only one.
         """
         states = self._states
         with ExitStack() as stack:
-            inputs = [LayerInputs(layer.num_experts, states.tokens, states.store) for layer in self.layers]
+            inputs = [LayerInputs(layer.num_experts, states.tokens, states.places.inputs) for layer in self.layers]
             for layer, each in zip(self.layers, inputs, strict=True):
                 unused = changes and not hooked and len(self.layers) == 1
                 forward = _zeros if unused else _experts(layer).forward
                 stack.enter_context(replaced_forward(layer.experts, self._keeping(each, forward)))
-            outputs = states.through(self.decoder_layer, keep=not changes)
-        self._outputs = None if changes else outputs
+            states.through(self.decoder_layer, keep=not changes)
+        self._finished = not changes
         return list(zip(self.layers, inputs, strict=True))
 
     def finish(self) -> None:
         """Let the pass go on behind the layer, with what it outputs now."""
-        if self._outputs is None:
+        if not self._finished:
             with _grouped(self.layers):
-                self._outputs = self._states.through(self.decoder_layer)
-        self._states.advance(self._outputs)
+                self._states.through(self.decoder_layer)
 
     def _keeping(self, inputs: LayerInputs, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def keep(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -125,7 +118,8 @@ def visit_layers(
     """Take all batches through the decoder layers, one layer after the other.
 
     Args:
-        model: its weights are unchanged, unless ``visit`` changes them.
+        model: its weights are unchanged, unless ``visit`` changes them. Those that are offloaded are loaded once for
+            all batches.
         layers: the MoE layers to visit.
         batches: the calibration set.
         visit: called for each decoder layer, dense ones included, in the order of the model. It may observe the layer
@@ -137,11 +131,12 @@ def visit_layers(
     """
     with _without_head(model):
         states = _first_states(model, layers, batches)
-        for decoder_layer in tqdm(states.decoder_layers, desc=title, unit="layer"):
-            inside = {id(module) for module in decoder_layer.modules()}
-            step = DecoderStep(decoder_layer, [layer for layer in layers if id(layer.moe) in inside], states)
-            visit(step)
-            step.finish()
+        with LoadedLayers(states.decoder_layers) as loaded:
+            for decoder_layer in tqdm(loaded, desc=title, unit="layer"):
+                inside = {id(module) for module in decoder_layer.modules()}
+                step = DecoderStep(decoder_layer, [layer for layer in layers if id(layer.moe) in inside], states)
+                visit(step)
+                step.finish()
 
 
 @torch.no_grad()
@@ -156,10 +151,8 @@ def check_layers(model: PreTrainedModel, layers: Sequence[MoELayer], batch: Batc
     Raises:
         CoverageError: see :func:`visit_layers`.
     """
-    # without a mask, because all of the first tokens may be padding
-    few = {"input_ids": batch["input_ids"][:1, :CHECKED_TOKENS]}
     with _without_head(model):
-        _first_states(model, layers, [few])
+        _first_states(model, layers, [few_tokens(batch)])
 
 
 @contextmanager
@@ -192,58 +185,45 @@ def _zeros(hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
     return torch.zeros_like(hidden_TH)
 
 
+class _Places(NamedTuple):
+    """Devices of the hidden states of all batches, and of the inputs of a layer's experts."""
+
+    states: torch.device
+    inputs: torch.device
+
+
 class _States:
     """The hidden states of all batches before one decoder layer."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch]):
-        candidates = decoder_layers(model, layers)
-        self.decoder_layers, tuples, expected = _order(model, candidates, batches[0])
+        self._chain = DecoderChain(model, decoder_layers(model, layers), batches[0])
+        self.decoder_layers = self._chain.layers
         self._batches = [_current(index, batch, batches) for index, batch in enumerate(batches)]
-        self._calls: list[dict[int, _Call]] = []
         self.current = self._batches[0]
-        hidden = []
-        for batch in batches:
-            state, calls = _first_state(model, self.decoder_layers, tuples, batch)
-            hidden.append(state)
-            self._calls.append(calls)
-        self.store = _store_device(hidden)
         # of all batches, without padding
         self.tokens = sum(
             len(each.held_T) if each.real_T is None else int(each.real_T.sum()) for each in self._batches
         )
-        self._hidden = [each.to(self.store) for each in hidden]
-        self._check(model, expected)
+        positions = sum(batch["input_ids"].numel() for batch in batches)
+        self._calls: list[Calls] = []
+        self._hidden: list[Tensor] = []
+        # so that the embedding is loaded once
+        with disable_offloading():
+            for batch in batches:
+                hidden, calls = self._chain.first(batch)
+                if not self._hidden:
+                    nbytes = hidden[0, 0].nbytes
+                    self.places = _places(hidden.device, nbytes * positions, nbytes * self.tokens)
+                self._hidden.append(moved_state(hidden, self.places.states))
+                self._calls.append(calls)
 
-    def _check(self, model: PreTrainedModel, expected: Tensor) -> None:
-        """Compare layer by layer with the model's own forward, on the first batch."""
-        state = self._hidden[0]
-        for layer in self.decoder_layers:
-            state = self._call(layer, 0, state)
-        difference = float((state.double() - expected.to(state.device).double()).norm())
-        # observers name the expert if hidden states are not finite
-        if bool(torch.isfinite(expected).all()) and not difference <= TOLERANCE * float(expected.double().norm()):
-            raise CoverageError(
-                f"the decoder layers of {type(model).__name__}, called one by one, differ from the model by "
-                f"{difference / float(expected.double().norm()):.0%}, above {TOLERANCE:.0%}: choose "
-                "channel_metric='fisher' and reconstruct=False"
-            )
-
-    def through(self, layer: Module, keep: bool = True) -> list[Tensor]:
-        """The outputs of a decoder layer for all batches; none if they are not kept."""
-        outputs = (self._call(layer, index, hidden) for index, hidden in enumerate(self._hidden))
-        return [each.to(self.store) for each in outputs if keep]
-
-    def advance(self, outputs: list[Tensor]) -> None:
-        """Continue behind the layer."""
-        self._hidden = outputs
-
-    def _call(self, layer: Module, index: int, hidden: Tensor) -> Tensor:
-        self.current = self._batches[index]
-        call = self._calls[index][id(layer)]
-        device = get_execution_device(layer)
-        # a copy, because a layer may write into its input, which passes the layer twice
-        output = layer(hidden.to(device, copy=True), *call.args, **call.kwargs)
-        return output[0] if isinstance(output, tuple) else output
+    def through(self, layer: Module, keep: bool = True) -> None:
+        """Take all batches through a decoder layer; its outputs replace its inputs if they are kept."""
+        for index, hidden in enumerate(self._hidden):
+            self.current = self._batches[index]
+            output = self._chain.call(layer, self._calls[index], hidden)
+            if keep:
+                self._hidden[index] = moved_state(output, self.places.states, hidden)
 
 
 def _current(index: int, batch: Batch, batches: Sequence[Batch]) -> CurrentBatch:
@@ -259,70 +239,33 @@ def _current(index: int, batch: Batch, batches: Sequence[Batch]) -> CurrentBatch
     return CurrentBatch(real_T, held_T)
 
 
-def _order(
-    model: PreTrainedModel, candidates: Sequence[Module], batch: Batch
-) -> tuple[list[Module], dict[int, int], Tensor]:
-    """Run one batch: the decoder layers in the order of their calls, their output forms, and the last output.
+def _places(device: torch.device, states: int, inputs: int) -> _Places:
+    """Keep on the device what fits, the inputs of experts first, because their rows are gathered for each expert.
 
-    The form is the length of the tuple that a layer returns, 0 if it returns a tensor.
+    Args:
+        device: of the model.
+        states: bytes of the hidden states of all batches.
+        inputs: bytes of the inputs of a layer's experts.
+
+    Raises:
+        CoverageError: the rest does not fit in host memory.
     """
-    # a layer at two places of a list is one layer that is called twice
-    candidates = list(dict.fromkeys(candidates))
-    order: list[Module] = []
-    tuples: dict[int, int] = {}
-    last: list[Tensor] = []
-
-    def record(module: Module, _args: Any, output: Any) -> None:
-        order.append(module)
-        tuples[id(module)] = len(output) if isinstance(output, tuple) else 0
-        last[:] = [output[0] if isinstance(output, tuple) else output]
-
-    with ExitStack() as stack:
-        for layer in candidates:
-            stack.callback(layer.register_forward_hook(record).remove)
-        model(**model_inputs(model, batch))
-    if sorted(map(id, order)) != sorted(map(id, candidates)):
-        raise CoverageError(
-            f"{type(model).__name__} calls its {len(candidates)} decoder layers {len(order)} times, but each must be "
-            "called once: choose channel_metric='fisher' and reconstruct=False"
-        )
-    return order, tuples, last[0]
-
-
-def _first_state(
-    model: PreTrainedModel, layers: Sequence[Module], tuples: Mapping[int, int], batch: Batch
-) -> tuple[Tensor, dict[int, _Call]]:
-    """The input of the first decoder layer, and the other arguments of all: no decoder layer computes anything."""
-    calls: dict[int, _Call] = {}
-    first: list[Tensor] = []
-
-    def stub(layer: Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if args:
-                hidden, *others = args
-            else:
-                hidden, others = kwargs["hidden_states"], []
-            kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            calls[id(layer)] = _Call(tuple(others), kwargs)
-            first.append(hidden)
-            length = tuples[id(layer)]
-            return (hidden, *[None] * (length - 1)) if length else hidden
-
-        return forward
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(replaced_forward(layer, stub(layer)))
-        model(**model_inputs(model, batch))
-    return first[0], calls
-
-
-def _store_device(hidden: Sequence[Tensor]) -> torch.device:
-    """The device of the hidden states: that of the model if there is room, otherwise the CPU."""
-    device = hidden[0].device
+    host = torch.device("cpu")
     if device.type != "cuda":
-        return device
-    # those before a layer, those behind it and the inputs of its experts exist at the same time
-    needed = 3 * sum(each.nbytes for each in hidden)
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if needed <= SHARE_OF_STATES * (free + sum(each.nbytes for each in hidden)) else torch.device("cpu")
+        return _Places(device, device)
+    room = SHARE_OF_STATES * free_memory(device)
+    if states + inputs <= room:
+        return _Places(device, device)
+    places = _Places(host, device if inputs <= room else host)
+    needed, free = states + (inputs if places.inputs == host else 0), free_host_memory()
+    if needed > free:
+        raise CoverageError(
+            f"hidden states of the calibration set take {needed / 2**30:.1f} GiB of host memory, of which "
+            f"{free / 2**30:.1f} GiB are free, because {room / 2**30:.1f} GiB of GPU memory may be used for them: "
+            "calibrate on fewer samples or shorter ones"
+        )
+    logger.info(
+        f"Hidden states take {states / 2**30:.1f} GiB and are kept in host memory, because {room / 2**30:.1f} GiB of "
+        "GPU memory may be used for them"
+    )
+    return places

@@ -3,13 +3,15 @@
 The toolkit's own passes run experts one by one, under eager attention, without gradients and without the model's head,
 and run every layer twice. This pass runs the unchanged model, with the experts of each layer grouped. If gradients are
 needed, weights are frozen and only activations get gradients. The graph of one decoder layer exists at a time: the
-forward pass keeps the inputs of the decoder layers, and the backward pass computes each layer again.
+forward pass keeps the inputs of the decoder layers, and the backward pass computes each layer again. If weights are
+offloaded, groups of batches go through layer by layer (:mod:`~moe_coverage_plugin.calibration.layerwise_gradients`),
+because each batch would load all layers twice.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,9 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration.decoder_chain import Batch, DecoderChain, few_tokens
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.kept_sums import KeptSums
+from moe_coverage_plugin.calibration.layerwise_gradients import GroupObserver, observe_groups
 from moe_coverage_plugin.calibration.next_token import (
+    LossGradient,
     check_loss,
     drawn_tokens,
     loss_gradient,
@@ -38,10 +43,9 @@ from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype, without_hooks
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
+from moe_coverage_plugin.modeling.loaded_layers import is_offloaded
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
 from moe_coverage_plugin.options.pruning import Labels
-
-Batch = Mapping[str, Tensor]
 
 
 # patch: own-pass
@@ -69,6 +73,8 @@ def observe_batches(
     Raises:
         CoverageError: activations or the loss are not finite, or no gradient reaches an expert.
     """
+    layers = [observer.layer for observer in observers]
+    chain = _offloaded_chain(model, layers, batches[0]) if batches else None
     padding = _Padding()
     kept = KeptSums(progress, observers, gradients, len(batches))
     run = partial(_backward, labels=labels) if gradients else _forward
@@ -82,19 +88,23 @@ def observe_batches(
             stack.enter_context(grouped_experts(observer.layer, show, padding.real_tokens))
             handle = observer.layer.moe.register_forward_hook(_without_grad(observer.on_output))
             stack.callback(handle.remove)
+        title, left = "Gradient pass" if gradients else "Observing", batches[kept.batches :]
         if gradients:
-            stack.enter_context(_differentiable(model, [observer.layer for observer in observers]))
+            stack.enter_context(_frozen(model))
+        if chain is not None:
+            shown = _group_observer(chain, observers, gradients, padding, kept)
+            loss_of = partial(_loss_gradient, labels=labels) if gradients else None
+            observe_groups(model, chain, left, shown, loss_of, title)
         else:
-            stack.enter_context(disable_lm_head(model))
-        bar = {"desc": "Gradient pass" if gradients else "Observing", "initial": kept.batches, "total": len(batches)}
-        for batch in tqdm(batches[kept.batches :], **bar):
-            padding.enter(batch)
-            tokens = run(model, batch)
-            for observer in observers:
-                observer.end_batch()
-            for gradient in gradients:
-                gradient.end_batch(predicted=tokens > 0)
-            kept.add(idle=tokens == 0)
+            stack.enter_context(_checkpointed(model, layers) if gradients else disable_lm_head(model))
+            for batch in tqdm(left, desc=title, initial=kept.batches, total=len(batches)):
+                padding.enter(batch)
+                tokens = run(model, batch)
+                for observer in observers:
+                    observer.end_batch()
+                for gradient in gradients:
+                    gradient.end_batch(predicted=tokens > 0)
+                kept.add(1, idle=int(tokens == 0))
     if gradients and kept.idle:
         logger.warning(f"{kept.idle} of {len(batches)} batches predict no token: they add no gradients")
 
@@ -125,6 +135,50 @@ def _without_grad(hook: Callable[..., None]) -> Callable[..., None]:
     return lambda *args: None if torch.is_grad_enabled() else hook(*args)
 
 
+def _offloaded_chain(model: PreTrainedModel, layers: Sequence[MoELayer], batch: Batch) -> DecoderChain | None:
+    """The decoder layers, to be called one by one, if weights are offloaded."""
+    candidates = decoder_layers(model, layers)
+    if not is_offloaded(candidates):
+        return None
+    try:
+        with ExitStack() as stack:
+            for context in (fast_compute_dtype, disable_cache, eval_context, disable_lm_head):
+                stack.enter_context(context(model))
+            for layer in layers:
+                stack.enter_context(grouped_experts(layer, None, lambda _tokens: None))
+            with torch.no_grad():
+                return DecoderChain(model, candidates, few_tokens(batch))
+    except CoverageError as error:
+        logger.warning(f"Each batch loads all offloaded weights, because {error}")
+        return None
+
+
+def _group_observer(
+    chain: DecoderChain,
+    observers: Sequence[LayerObserver],
+    gradients: Sequence[GradientObserver],
+    padding: _Padding,
+    kept: KeptSums,
+) -> GroupObserver:
+    inside: dict[Module, list[int]] = {}
+    for decoder_layer in chain.layers:
+        modules = set(decoder_layer.modules())
+        inside[decoder_layer] = [index for index, each in enumerate(observers) if each.layer.moe in modules]
+
+    def observed(layer: Module) -> None:
+        for index in inside[layer]:
+            observers[index].end_batch()
+
+    def differentiated(layer: Module) -> None:
+        for index in inside[layer] if gradients else []:
+            gradients[index].end_batch(predicted=True)
+
+    def finished(tokens: list[int]) -> None:
+        kept.add(len(tokens), idle=tokens.count(0))
+
+    return GroupObserver(padding.enter, observed, differentiated, finished)
+
+
 @torch.no_grad()
 def _forward(model: PreTrainedModel, batch: Batch) -> int:
     inputs = model_inputs(model, batch)
@@ -136,13 +190,7 @@ def _forward(model: PreTrainedModel, batch: Batch) -> int:
 def _backward(model: PreTrainedModel, batch: Batch, labels: Labels) -> int:
     """Forward and backward; the number of tokens predicted."""
     logits_BSV = model(**model_inputs(model, batch)).logits
-    targets_BS = next_tokens(batch)
-    if labels == "model":
-        # the same draws for the same batch, in each run and on any rank
-        seed = zlib.crc32(batch["input_ids"].cpu().numpy().tobytes())
-        targets_BS = drawn_tokens(logits_BSV, targets_BS, torch.Generator(logits_BSV.device).manual_seed(seed))
-    loss, tokens, logits_grad_BSV = loss_gradient(logits_BSV, targets_BS)
-    check_loss(loss)
+    _, tokens, logits_grad_BSV = _loss_gradient(logits_BSV, batch, labels)
     if not logits_BSV.requires_grad:
         raise CoverageError(
             f"no gradient of the loss reaches the experts of {type(model).__name__}, whose layers cannot be recomputed"
@@ -153,13 +201,20 @@ def _backward(model: PreTrainedModel, batch: Batch, labels: Labels) -> int:
     return tokens
 
 
+def _loss_gradient(logits_BSV: Tensor, batch: Batch, labels: Labels) -> LossGradient:
+    targets_BS = next_tokens(batch)
+    if labels == "model":
+        # the same draws for the same batch, in each run and on any rank
+        seed = zlib.crc32(batch["input_ids"].cpu().numpy().tobytes())
+        targets_BS = drawn_tokens(logits_BSV, targets_BS, torch.Generator(logits_BSV.device).manual_seed(seed))
+    gradient = loss_gradient(logits_BSV, targets_BS)
+    check_loss(gradient.loss)
+    return gradient
+
+
 @contextmanager
-def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Compute gradients of activations from the embeddings on, not of weights, one decoder layer's graph at a time."""
-
-    def begin(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output.requires_grad_() if torch.is_grad_enabled() else output
-
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    """Compute no gradients of weights."""
     with ExitStack() as stack:
         # reading an offloaded weight copies it
         with disable_onloading():
@@ -167,6 +222,17 @@ def _differentiable(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Itera
         for parameter in trainable:
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
+        yield
+
+
+@contextmanager
+def _checkpointed(model: PreTrainedModel, layers: Sequence[MoELayer]) -> Iterator[None]:
+    """Compute gradients of activations from the embeddings on, one decoder layer's graph at a time."""
+
+    def begin(_module: Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    with ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
         for layer in decoder_layers(model, layers):
             forward = partial(_recomputed, without_hooks(layer, layer.forward))

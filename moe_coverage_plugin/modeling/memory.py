@@ -1,4 +1,7 @@
-"""Returns memory to the system as soon as pruning no longer needs it. Works on Linux with glibc."""
+"""Says how much memory is free, and returns memory to the system as soon as pruning no longer needs it.
+
+The latter works on Linux with glibc.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+import torch
 from torch import Tensor
 
 # constants of the C headers malloc.h and linux/mman.h
@@ -16,7 +21,39 @@ M_MMAP_THRESHOLD = -3
 MADV_PAGEOUT = 21
 INITIAL_THRESHOLD = 128 * 1024
 
+# of a container, if its limit is below the memory of the machine
+CGROUP = Path("/sys/fs/cgroup")
+
 Range = tuple[int, int]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on a device.
+
+    On a GPU, what PyTorch has reserved and does not use counts as free, and the limit of
+    ``torch.cuda.set_per_process_memory_fraction`` holds. On a CPU, so does that of a container.
+    """
+    if device.type != "cuda":
+        return free_host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    left = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(free, left)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that can still be allocated; pages of files count as free."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        pages = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free
+    if limit == "max":
+        return free
+    files = sum(int(pages.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return max(0, min(free, int(limit) - used + files))
 
 
 def return_freed_tensors() -> None:

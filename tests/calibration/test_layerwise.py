@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -390,18 +389,33 @@ def test_layers_that_write_into_their_input(change):
 # --- where hidden states are kept
 
 
-@pytest.mark.parametrize(("free", "expected"), [(999, "cpu"), (1000, "cuda:1")])
-def test_hidden_states_that_do_not_fit_go_to_the_cpu(monkeypatch: pytest.MonkeyPatch, free: int, expected: str):
-    """Those before and behind a layer and the inputs of experts, of 1000 bytes each, may take half of what is free."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(str(device)), (5 * free, 0))[1])
-    hidden: Any = [SimpleNamespace(device=torch.device("cuda:1"), nbytes=nbytes) for nbytes in (600, 400)]
-    assert layerwise._store_device(hidden) == torch.device(expected)
-    assert asked == ["cuda:1"]
+def limit_memory(monkeypatch: pytest.MonkeyPatch, gpu: int, host: int) -> None:
+    """Free bytes of a card and of host memory."""
+    monkeypatch.setattr(layerwise, "free_memory", lambda device: {"cuda:1": gpu}[str(device)])
+    monkeypatch.setattr(layerwise, "free_host_memory", lambda: host)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "states", "inputs"), [(3600, "cuda:1", "cuda:1"), (3598, "cpu", "cuda:1"), (1598, "cpu", "cpu")]
+)
+def test_hidden_states_that_do_not_fit_go_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, gpu: int, states: str, inputs: str
+):
+    """They may take half of what is free; 1000 bytes before a layer, and 800 without padding before its experts."""
+    limit_memory(monkeypatch, gpu, host=1800)
+    found = layerwise._places(torch.device("cuda:1"), 1000, 800)
+    assert found == (torch.device(states), torch.device(inputs))
+
+
+@pytest.mark.parametrize(("gpu", "host"), [(3598, 999), (1598, 1799)])
+def test_hidden_states_that_fit_nowhere(monkeypatch: pytest.MonkeyPatch, gpu: int, host: int):
+    limit_memory(monkeypatch, gpu, host)
+    with pytest.raises(CoverageError, match=r"GiB of host memory, of which .* are free.*: calibrate on fewer samples"):
+        layerwise._places(torch.device("cuda:1"), 1000, 800)
 
 
 def test_hidden_states_of_a_model_on_the_cpu_stay():
-    assert layerwise._store_device([torch.ones(2)]) == torch.device("cpu")
+    assert layerwise._places(torch.device("cpu"), 10**18, 10**18) == (torch.device("cpu"), torch.device("cpu"))
 
 
 # --- models that compute elsewhere
