@@ -20,6 +20,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.offload import OffloadCache, disable_offloading, offload_module
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -112,6 +113,18 @@ def test_toolkit_loads_no_entry_points() -> None:
 
 def test_state_has_no_output_directory() -> None:
     assert not {"output_dir", "pipeline", "processor", "tokenizer"} & State.__dataclass_fields__.keys()
+
+
+def test_toolkit_keeps_all_that_it_loads(tmp_path: Path) -> None:
+    """Nothing is released before the context ends."""
+    linears = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    for linear in linears:
+        offload_module(linear, "cpu", "disk", offload_dir=str(tmp_path))
+    with disable_offloading():
+        for linear in linears:
+            linear(torch.ones(1, 2))
+        assert len(OffloadCache.keep_onloaded_values) == 4
+    assert not OffloadCache.keep_onloaded_values
 
 
 def test_recipe_args_are_stored_only() -> None:

@@ -16,6 +16,10 @@ reap, gptq
     The jobs of llm-compressor, with all its defaults except that experts see routed tokens only
     (``moe_calibrate_all_experts=False``), which is faster. Their results are deleted.
 
+With ``--gpu-memory``, this package's job has its weights in host memory or on disk, and allocations beyond the limit
+fail. It is a job of its own in the tables, and says whether scores, widths and kept channels equal those of the job in
+memory, which must be in the same directory.
+
 Each job runs in a process of its own. Functions of this package and of the toolkit are timed from outside, by
 ``benchmarks/whole_job/hooks.py``, which wraps them and waits for the card before it reads the clock. For each
 phase, the file has seconds, peaks of GPU memory (``torch.cuda.max_memory_allocated``, ``max_memory_reserved``) and of
@@ -29,6 +33,8 @@ what it has measured, and ``--background`` outlives the shell.
     python -m benchmarks.whole_job --directory out/whole_job --output out/whole_job.json --phases compression
     python -m benchmarks.whole_job --directory out/whole_job --output out/whole_job.json --background --phases gptq
     python -m benchmarks.whole_job --directory out/whole_job --output out/whole_job.json --phases reap --samples 64
+    python -m benchmarks.whole_job --directory out/whole_job --output out/job.json --gpu-memory 24 --phases scores
+    python -m benchmarks.whole_job --directory out/whole_job --output out/job.json --gpu-memory 24 --phases compression
     python -m benchmarks.whole_job --shape tiny --samples 4 --length 64 --directory /tmp/job --output /tmp/job.json
     python -m benchmarks.whole_job --render out/whole_job.json
     python -m benchmarks.whole_job --needs
@@ -115,7 +121,7 @@ def _run(given: list[str], args: argparse.Namespace, phases: list[str]) -> None:
     from benchmarks.whole_job.record import Recorder
 
     shape = SHAPES[args.shape].with_layers(args.layers)
-    device_map = args.device_map or ("cuda" if torch.cuda.is_available() else None)
+    device_map = args.device_map or ("cuda" if torch.cuda.is_available() and args.gpu_memory is None else "cpu")
     work = Work(
         args.directory,
         shape,
@@ -126,16 +132,18 @@ def _run(given: list[str], args: argparse.Namespace, phases: list[str]) -> None:
         None if device_map == "cpu" else device_map,
         args.serve_python,
         args.serve_options,
+        args.gpu_memory,
     )
     args.directory.mkdir(parents=True, exist_ok=True)
     settings = {"shape": args.shape, "config": shape.config, "length": args.length, "seed": args.seed}
     run = {
-        "job": "ours" if phases[0] in JOBS[1] or phases == ["serving"] else phases[0],
+        "job": work.name if phases[0] in JOBS[1] or phases == ["serving"] else phases[0],
         "command": portable(MODULE, [each for each in given if each not in SILENT], OF_THIS_MACHINE),
         "samples": args.samples,
         "tokens": 0 if phases[0] in ("checkpoint", "serving") else args.samples * args.length,
         "batch_size": args.batch_size,
         "device_map": device_map,
+        "gpu_memory_gib": args.gpu_memory,
     }
     recorder = Recorder(args.output, settings, run, args.directory)
     try:
@@ -192,6 +200,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device-map", help="place of the weights in this package's job (default: cuda with a card, otherwise cpu)"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="let this package's job take no more GPU memory, with its weights in host memory (or --device-map disk), "
+        "and compare its plan with that of the job in memory, if --directory has it",
     )
     parser.add_argument(
         "--serve-python", help="interpreter of the environment with vLLM; without it, serving is left out"

@@ -17,7 +17,7 @@ from llmcompressor.pipelines.sequential.pipeline import SequentialPipeline
 
 from benchmarks.whole_job.record import Recorder
 from moe_coverage_plugin import AlignmentModifier, CoverageModifier
-from moe_coverage_plugin.calibration import interactions, layerwise, observation
+from moe_coverage_plugin.calibration import interactions, layerwise, layerwise_gradients, observation
 from moe_coverage_plugin.modifiers import attribution, channel_pruning, reconstruction_pass
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
@@ -74,6 +74,7 @@ def timed(recorder: Recorder, saves: bool) -> Iterator[None]:
         replace(SequentialPipeline, "__call__", _pipeline(recorder))
         replace(layerwise, "tqdm", _counted(recorder))
         replace(observation, "tqdm", _counted(recorder))
+        replace(layerwise_gradients, "tqdm", _counted(recorder))
         for modifier in (REAPPruningModifier, GPTQModifier):
             replace(modifier, "on_sequential_epoch_end", _layers(recorder))
         yield

@@ -22,13 +22,14 @@ from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
 from llmcompressor.utils.helpers import disable_cache, disable_lm_head, eval_context
 from transformers import PreTrainedModel
 
+from benchmarks.whole_job.budget import compare_plans, limit_gpu_memory
 from benchmarks.whole_job.checkpoint import is_complete, write_checkpoint
 from benchmarks.whole_job.hooks import timed
 from benchmarks.whole_job.needs import checkpoint_bytes, compressed_bytes
 from benchmarks.whole_job.record import Recorder
 from benchmarks.whole_job.shapes import Shape
 from moe_coverage_plugin import AttributionModifier, recommended_recipe
-from moe_coverage_plugin.cli.compression import open_model
+from moe_coverage_plugin.cli.compression import offload_folder, open_model
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
@@ -37,6 +38,8 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 SPARSITY, BLOCK, SCHEME = 0.25, 128, "W4A16"
 OPENING, FORWARD = "opening", "plain forward"
 SOURCE, SCORES, OURS = "model", "scores.safetensors", "ours"
+# place of the weights that is no device map
+HOST = "cpu"
 # phases of the command line
 CHECKPOINT, SERVING = "checkpoint", "serving"
 OWN, BESIDE = ("opening", "forward", "scores", "compression"), ("reap", "gptq")
@@ -57,6 +60,7 @@ class Work:
         device_map: place of the weights in this package's job, as ``moe-coverage oneshot --device-map``.
         serve_python: interpreter of the environment with vLLM.
         serve_options: options of ``vllm.LLM``.
+        gpu_memory: limit of GPU memory in GiB of this package's job.
     """
 
     directory: Path
@@ -68,6 +72,12 @@ class Work:
     device_map: str | None
     serve_python: str | None
     serve_options: dict[str, Any]
+    gpu_memory: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of this package's job, and of its checkpoint."""
+        return OURS if self.gpu_memory is None else f"{OURS}-{self.gpu_memory:g}GiB-{self.device_map or HOST}"
 
     @property
     def source(self) -> Path:
@@ -121,20 +131,32 @@ def _write(work: Work, recorder: Recorder) -> None:
 
 
 def _ours(phases: list[str], work: Work, recorder: Recorder) -> None:
-    scores, output = work.directory / SCORES, work.directory / OURS
+    output = work.directory / work.name
+    scores = work.directory / SCORES.replace("scores", f"scores{work.name.removeprefix(OURS)}")
     if "compression" in phases and "scores" not in phases and not scores.is_file():
-        raise CoverageError(f"{work.directory} has no {SCORES}: run --phases scores first, or scores,compression")
-    with recorder.phase(OPENING):
-        model = open_model(str(work.source), work.device_map)
-    if "forward" in phases:
-        plain_forward(model, work, recorder)
+        raise CoverageError(f"{work.directory} has no {scores.name}: run --phases scores first, or scores,compression")
+    if work.gpu_memory is not None:
+        limit_gpu_memory(work.gpu_memory)
+    with offload_folder(output, work.device_map) as folder:
+        with recorder.phase(OPENING):
+            model = open_model(str(work.source), work.device_map, folder)
+        if "forward" in phases and work.gpu_memory is None:
+            plain_forward(model, work, recorder)
+        elif "forward" in phases:
+            recorder.note(left_out="the plain forward was left out, because each batch would load all weights")
+        _prune(model, phases, work, recorder, scores, output)
+
+
+def _prune(
+    model: PreTrainedModel, phases: list[str], work: Work, recorder: Recorder, scores: Path, output: Path
+) -> None:
     recipe = recommended_recipe(SPARSITY, BLOCK, scheme=SCHEME, ignore=work.shape.ignore)
     assert isinstance(recipe[0], AttributionModifier)
     recipe[0] = AttributionModifier(save_scores=str(scores))
     options: dict[str, Any] = {}
     if "compression" in phases:
         # what a killed run keeps beside its output, from which this one goes on
-        recorder.note(resumed=any(output.with_name(f".{OURS}.progress").glob("*.safetensors")))
+        recorder.note(resumed=any(output.with_name(f".{output.name}.progress").glob("*.safetensors")))
         shutil.rmtree(output, ignore_errors=True)
         options = {"output_dir": str(output)}
         if "scores" not in phases:
@@ -147,6 +169,8 @@ def _ours(phases: list[str], work: Work, recorder: Recorder) -> None:
         oneshot(model=model, recipe=recipe, **work.calibration(), **options)
     if options:
         recorder.note(stored_bytes=_weight_bytes(output))
+        if work.gpu_memory is not None:
+            recorder.note(plan_equals=compare_plans(work.directory / OURS, output))
 
 
 def _toolkit(name: str, work: Work, recorder: Recorder) -> None:

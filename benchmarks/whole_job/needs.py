@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
 from moe_coverage_plugin.calibration.interactions import EXPERTS as SCORED
+from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
 from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
@@ -86,11 +87,11 @@ def compressed_bytes(config: Config, sparsity: float = SPARSITY) -> float:
 
 
 def hidden_state_bytes(config: Config, tokens: int = TOKENS) -> float:
-    """Before a layer, behind it, and the inputs of its experts with their routing: ``T (3 * 2 H + 52 K)``.
+    """Before a layer, and the inputs of its experts with their routing: ``T (2 * 2 H + 52 K)``.
 
     Of routing, each slot has five indices and two weights while it is sorted, and one more copy of the indices.
     """
-    return tokens * (3 * 2 * config["hidden_size"] + 52 * config["num_experts_per_tok"])
+    return tokens * (2 * 2 * config["hidden_size"] + 52 * config["num_experts_per_tok"])
 
 
 def gradient_pass_bytes(config: Config, batch_tokens: int = BATCH_TOKENS) -> dict[str, float]:
@@ -138,13 +139,30 @@ def other_hessian_bytes(config: Config) -> float:
 
 
 def offloaded_bytes(config: Config) -> float:
-    """Weights on the card if they are offloaded: a projection of all experts of a layer, ``2 E H I``."""
-    return 2 * experts_of(config) * config["hidden_size"] * config["moe_intermediate_size"]
+    """Weights on the card if they are offloaded: those of a layer and of the next one, ``2 * 2 P / D``."""
+    return 2 * checkpoint_bytes(config) / config["num_hidden_layers"]
 
 
-def moved_bytes(config: Config, loads: int, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS) -> float:
-    """What moves to the card if the model is offloaded and each batch loads every layer, ``2 P T / B`` a load."""
-    return loads * checkpoint_bytes(config) * tokens / batch_tokens
+def embedding_bytes(config: Config) -> float:
+    """Embedding and head, ``4 V H``."""
+    return 4 * config["vocab_size"] * config["hidden_size"]
+
+
+def layer_input_bytes(config: Config, tokens: int = TOKENS) -> float:
+    """Inputs of all decoder layers of a group of batches in host memory, ``2 D T H``, at most 32 GiB."""
+    return min(MOST_STATES, 2 * config["num_hidden_layers"] * tokens * config["hidden_size"])
+
+
+def moved_bytes(config: Config, loads: int, tokens: int = TOKENS) -> float:
+    """What moves to the card if the model is offloaded: the weights, ``2 P``, in each load.
+
+    Args:
+        config: of the model.
+        loads: how often a pass loads each layer, for a group of batches.
+        tokens: of the calibration set.
+    """
+    groups = -(-2 * config["num_hidden_layers"] * tokens * config["hidden_size"] // MOST_STATES) if loads > 1 else 1
+    return loads * groups * checkpoint_bytes(config)
 
 
 @dataclass(frozen=True)
@@ -154,16 +172,21 @@ class Needs:
     Attributes:
         weights: of the model in 16 bit.
         gradients: GPU memory of the pass with gradients, beside the weights.
+        gradients_offloaded: the same if the model is offloaded: inputs of the decoder layers are in host memory,
+            embedding and head on the card.
         layer_by_layer: GPU memory of the largest pass layer by layer, beside weights and hidden states.
         hidden: hidden states of the passes layer by layer.
+        layer_inputs: of a group of batches, if the model is offloaded.
         offloaded: weights on the card if the model is offloaded.
         stored: the compressed checkpoint.
     """
 
     weights: float
     gradients: float
+    gradients_offloaded: float
     layer_by_layer: float
     hidden: float
+    layer_inputs: float
     offloaded: float
     stored: float
 
@@ -175,12 +198,12 @@ class Needs:
     @property
     def with_offloading(self) -> float:
         """GPU memory with weights and hidden states elsewhere."""
-        return self.offloaded + max(self.gradients, self.layer_by_layer)
+        return self.offloaded + max(self.gradients_offloaded, self.layer_by_layer)
 
     @property
     def host(self) -> float:
         """Host memory with weights and hidden states there."""
-        return self.weights + self.hidden
+        return self.weights + max(self.hidden, self.layer_inputs)
 
     @property
     def disk(self) -> float:
@@ -196,6 +219,8 @@ def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS
     return Needs(
         weights=checkpoint_bytes(config),
         gradients=sum(gradients.values()),
+        gradients_offloaded=sum(each for name, each in gradients.items() if not name.startswith("inputs of"))
+        + embedding_bytes(config),
         layer_by_layer=max(
             interactions,
             fit_bytes(config),
@@ -204,6 +229,7 @@ def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS
             other_hessian_bytes(config),
         ),
         hidden=hidden_state_bytes(config, tokens),
+        layer_inputs=layer_input_bytes(config, tokens),
         offloaded=offloaded_bytes(config),
         stored=compressed_bytes(config),
     )
@@ -238,8 +264,10 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         "reconstruction: tokens of 8 experts, `8 * 4096 (28 H + 24 I)`": refit_bytes(config),
         "GPTQ: matrices of 32 experts, `32 (28 H^2 + 4 I^2 + 16 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),
-        "hidden states and routing, `T (6 H + 52 K)`": need.hidden,
-        "offloaded: weights on the card, `2 E H I`": need.offloaded,
+        "hidden states and routing, `T (4 H + 52 K)`": need.hidden,
+        "offloaded: weights of two layers on the card, `4 P / D`": need.offloaded,
+        "offloaded: embedding and head on the card, `4 V H`": embedding_bytes(config),
+        "offloaded: inputs of the decoder layers in host memory, `2 D T H`, at most 34.4": need.layer_inputs,
         "**GPU memory**, all on the card": need.in_memory,
         "**GPU memory**, weights and hidden states in host memory": need.with_offloading,
         "**host memory** in the latter case": need.host,
@@ -247,8 +275,8 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         "of it the compressed checkpoint": need.stored,
     }
     moved = {
-        "the pass with gradients, `4 P T / B`": moved_bytes(config, loads=2),
-        "interactions and reconstruction, `4 P T / B`": moved_bytes(config, loads=2),
+        "the pass with gradients, `4 P` for a group": moved_bytes(config, loads=2),
+        "interactions, and again in reconstruction, `2 P`": moved_bytes(config, loads=1),
     }
     times = {"one forward pass (scores in closed form)": FORWARD_SECONDS, "the pass with gradients": GRADIENT_SECONDS}
     shown = {name: f"{size / 1e9:,.1f}" for name, size in sizes.items()}

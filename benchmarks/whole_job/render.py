@@ -50,6 +50,7 @@ def section(record: dict[str, Any]) -> str:
         *_of_process(runs),
         *(f"{run['job']}: {run['left_out']}." for run in runs if "left_out" in run),
         *(f"{run['job']} failed: {run['error']}" for run in runs if "error" in run),
+        *_of_plans(runs),
     ]
     parts = [f"### {title}, {layers} layers", "\n".join(f"- {line}" for line in head), _phases(runs), _totals(runs)]
     return "\n\n".join(part for part in [*parts, _parts(runs)] if part)
@@ -59,6 +60,34 @@ def _of_process(runs: Sequence[dict[str, Any]]) -> list[str]:
     if any("host_peak_of" in phase for run in runs for phase in run["phases"]):
         return ["Host memory is the peak since the process started, because this machine does not let it be reset."]
     return []
+
+
+def _of_plans(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What jobs on a budget have in common with the job in memory."""
+    found = {run["job"]: run["plan_equals"] for run in runs if "plan_equals" in run}
+    lines = []
+    for job, equal in found.items():
+        if equal is None:
+            lines.append(f"{job}: its plan was not compared, because the job in memory has no checkpoint here.")
+            continue
+        same = [name for name, is_equal in equal.items() if is_equal]
+        other = [name for name, is_equal in equal.items() if not is_equal]
+        parts = [f"{', '.join(same)} equal those of the job in memory bit for bit"] * bool(same)
+        parts += [f"{', '.join(other)} differ from those of the job in memory"] * bool(other)
+        lines.append(f"{job}: {'; '.join(parts)}.")
+    return lines
+
+
+def _titles(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Titles of jobs, of those on a budget too."""
+    places = {"cpu": "in host memory", "disk": "on disk"}
+    budgets = {
+        run["job"]: f"{TITLES['ours']} with {run['gpu_memory_gib']:g} GiB of GPU memory, weights "
+        f"{places.get(run['device_map'], run['device_map'])}"
+        for run in runs
+        if run.get("gpu_memory_gib") is not None and run["job"] not in TITLES
+    }
+    return TITLES | budgets
 
 
 def _machine(environment: dict[str, Any]) -> str:
@@ -115,7 +144,7 @@ def _row(run: dict[str, Any], phase: dict[str, Any], forward: float | None) -> t
 def _totals(runs: Sequence[dict[str, Any]]) -> str:
     """Sums of complete jobs, of the last run of each phase and of what it went on from, with the largest peaks."""
     rows = []
-    for job, title in TITLES.items():
+    for job, title in _titles(runs).items():
         chosen = [run for run in runs if run["job"] == job]
         phases = {phase["name"]: phase for run in chosen for phase in run["phases"] if phase["name"] != FORWARD}
         # a run that goes on from a killed one has done only the rest

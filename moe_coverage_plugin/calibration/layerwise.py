@@ -131,6 +131,11 @@ def visit_layers(
     """
     with _without_head(model):
         states = _first_states(model, layers, batches)
+        if states.places.states != states.device:
+            logger.info(
+                f"{title}: hidden states are in host memory, because they need more than {SHARE_OF_STATES:.0%} of the "
+                "free GPU memory"
+            )
         with LoadedLayers(states.decoder_layers) as loaded:
             for decoder_layer in tqdm(loaded, desc=title, unit="layer"):
                 inside = {id(module) for module in decoder_layer.modules()}
@@ -140,19 +145,21 @@ def visit_layers(
 
 
 @torch.no_grad()
-def check_layers(model: PreTrainedModel, layers: Sequence[MoELayer], batch: Batch) -> None:
+def check_layers(model: PreTrainedModel, layers: Sequence[MoELayer], batches: Sequence[Batch]) -> None:
     """Check on a few tokens that decoder layers can be called one by one, before hours of other passes.
 
     Args:
         model: the model.
         layers: its MoE layers.
-        batch: of the calibration set.
+        batches: the calibration set, whose hidden states must fit in memory.
 
     Raises:
         CoverageError: see :func:`visit_layers`.
     """
     with _without_head(model):
-        _first_states(model, layers, [few_tokens(batch)])
+        states = _first_states(model, layers, [few_tokens(batches[0])])
+        current = [_current(index, batch, batches) for index, batch in enumerate(batches)]
+        _places(states.device, *(states.token_bytes * count for count in _count_tokens(current)))
 
 
 @contextmanager
@@ -200,11 +207,7 @@ class _States:
         self.decoder_layers = self._chain.layers
         self._batches = [_current(index, batch, batches) for index, batch in enumerate(batches)]
         self.current = self._batches[0]
-        # of all batches, without padding
-        self.tokens = sum(
-            len(each.held_T) if each.real_T is None else int(each.real_T.sum()) for each in self._batches
-        )
-        positions = sum(batch["input_ids"].numel() for batch in batches)
+        positions, self.tokens = _count_tokens(self._batches)
         self._calls: list[Calls] = []
         self._hidden: list[Tensor] = []
         # so that the embedding is loaded once
@@ -212,8 +215,8 @@ class _States:
             for batch in batches:
                 hidden, calls = self._chain.first(batch)
                 if not self._hidden:
-                    nbytes = hidden[0, 0].nbytes
-                    self.places = _places(hidden.device, nbytes * positions, nbytes * self.tokens)
+                    self.device, self.token_bytes = hidden.device, hidden[0, 0].nbytes
+                    self.places = _places(self.device, self.token_bytes * positions, self.token_bytes * self.tokens)
                 self._hidden.append(moved_state(hidden, self.places.states))
                 self._calls.append(calls)
 
@@ -237,6 +240,12 @@ def _current(index: int, batch: Batch, batches: Sequence[Batch]) -> CurrentBatch
     held_T = (parts_BS % HELD_BACK == HELD_BACK - 1).expand(samples, length).flatten()
     real_T = None if mask_BS is None or bool(mask_BS.all()) else mask_BS.bool().flatten()
     return CurrentBatch(real_T, held_T)
+
+
+def _count_tokens(batches: Sequence[CurrentBatch]) -> tuple[int, int]:
+    """Tokens of all batches, with and without padding."""
+    real = sum(len(each.held_T) if each.real_T is None else int(each.real_T.sum()) for each in batches)
+    return sum(len(each.held_T) for each in batches), real
 
 
 def _places(device: torch.device, states: int, inputs: int) -> _Places:
@@ -264,8 +273,4 @@ def _places(device: torch.device, states: int, inputs: int) -> _Places:
             f"{free / 2**30:.1f} GiB are free, because {room / 2**30:.1f} GiB of GPU memory may be used for them: "
             "calibrate on fewer samples or shorter ones"
         )
-    logger.info(
-        f"Hidden states take {states / 2**30:.1f} GiB and are kept in host memory, because {room / 2**30:.1f} GiB of "
-        "GPU memory may be used for them"
-    )
     return places

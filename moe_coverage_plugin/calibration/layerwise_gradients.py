@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from moe_coverage_plugin.calibration.decoder_chain import Batch, Calls, DecoderChain
 from moe_coverage_plugin.calibration.hidden_states import moved_state
 from moe_coverage_plugin.calibration.next_token import LossGradient
+from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.loaded_layers import LoadedLayers
 from moe_coverage_plugin.modeling.memory import free_host_memory
 
@@ -176,9 +177,19 @@ def _token_bytes(model: PreTrainedModel, chain: DecoderChain, batch: Batch) -> i
 
 
 def _groups(batches: Sequence[Batch], token_bytes: int) -> list[list[Batch]]:
-    """Split batches, in their order, into as few groups as host memory allows, of about equal size."""
-    room = min(SHARE_OF_STATES * free_host_memory(), MOST_STATES)
+    """Split batches, in their order, into as few groups as host memory allows, of about equal size.
+
+    Raises:
+        CoverageError: host memory is too small for one batch.
+    """
+    free = free_host_memory()
+    room = min(SHARE_OF_STATES * free, MOST_STATES)
     sizes = [token_bytes * batch["input_ids"].numel() for batch in batches]
+    if max(sizes) > free:
+        raise CoverageError(
+            f"the inputs of all decoder layers take {max(sizes) / 2**30:.1f} GiB of host memory for a batch, of which "
+            f"{free / 2**30:.1f} GiB are free: calibrate on smaller batches or shorter samples"
+        )
     count = max(1, -(-sum(sizes) // max(1, int(room))))
     return list(_split(batches, sizes, room, sum(sizes) / count))
 

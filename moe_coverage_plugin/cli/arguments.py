@@ -185,14 +185,14 @@ def _add_oneshot(command: ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="windows at a time; more are faster if weights are offloaded (default: %(default)s)",
+        help="windows at a time (default: %(default)s)",
     )
     data.add_argument("--seed", type=int, default=0, help="seed of random numbers (default: %(default)s)")
     command.add_argument_group("memory").add_argument(
         "--device-map",
         metavar="MAP",
-        help="place of the weights, as in transformers: auto for GPUs and CPU memory, auto_offload for CPU memory and "
-        "disk (default: CPU memory)",
+        help="place of the weights, as in transformers: auto for GPUs and CPU memory, auto_offload for CPU memory "
+        "and, for what does not fit there, disk; disk for all weights on disk (default: CPU memory)",
     )
 
 

@@ -79,7 +79,8 @@ class AttributionModifier(AttributionOptions, Modifier):
         - otherwise: check the calibration data, and the memory for ``obs``
         - let passes compute in float32 if the model is in bfloat16 and the processor is slow in it
     - on_calibration_start
-        - for ``obs`` and for reconstruction: check that decoder layers can be called one by one
+        - for ``obs`` and for reconstruction: check that decoder layers can be called one by one, and that there is
+          memory for hidden states
         - run the calibration data through the model and score channels, experts and layers
         - if ``save_scores`` is set: write the scores
     - on_calibration_end
@@ -176,7 +177,7 @@ class AttributionModifier(AttributionOptions, Modifier):
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
         with DisableQuantization(state.model), fast_compute_dtype(state.model):
             if self.channel_metric == "obs" or self._reconstructs:
-                check_layers(state.model, self._layers, batches[0])
+                check_layers(state.model, self._layers, batches)
             self._measured = self._measure(state.model, batches, progress)
         if self.save_scores is not None and is_source_process():
             save_scores(self.save_scores, self._measured, self._provenance)

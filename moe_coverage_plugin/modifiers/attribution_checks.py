@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from compressed_tensors.offload import get_execution_device
 from compressed_tensors.quantization.utils import is_module_quantized
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationMixin
+from llmcompressor.utils.dev import get_main_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +18,7 @@ from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers
+from moe_coverage_plugin.modeling.memory import free_memory
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, projections, uniform_shape
 from moe_coverage_plugin.options import AttributionOptions
 
@@ -53,8 +54,11 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
     # the moments of output gradients of all layers in 32 bits, and the matrices of experts that are scored together
     needed = len(layers) * 4 * down.out_features**2 + MATRICES * 8 * min(experts, EXPERTS) * channels**2
     device = get_execution_device(down)
-    cuda = isinstance(device, torch.device) and device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    assert isinstance(device, torch.device)
+    if device.type == "cpu":
+        # the toolkit lets weights in host memory compute there
+        device = get_main_device()
+    cuda, free = device.type == "cuda", free_memory(device)
     if needed > free:
         raise CoverageError(
             f"channel_metric='obs' keeps {needed / 2**30:.2g} GiB of matrices in {'GPU' if cuda else 'CPU'} memory, "

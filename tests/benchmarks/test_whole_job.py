@@ -96,6 +96,47 @@ def test_tables_have_ratios_and_say_what_was_left_out(measured: Path):
     assert any(line.startswith("| REAP + W4A16 of llm-compressor | 256 |") for line in lines)
 
 
+def test_a_job_on_a_budget_of_gpu_memory(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With weights on disk, its plan is that of the job in memory; without a GPU, the limit is left out here."""
+    limits: list[float] = []
+    monkeypatch.setattr("benchmarks.whole_job.jobs.limit_gpu_memory", limits.append)
+    output = tmp_path / "budget.json"
+    run(
+        measured,
+        "--phases",
+        "forward,scores,compression",
+        "--gpu-memory",
+        "24",
+        "--device-map",
+        "disk",
+        "--output",
+        str(output),
+    )
+    assert limits == [24]
+    record = json.loads(output.read_text())
+    (found,) = record["runs"]
+    assert found["plan_equals"] == {"scores": True, "widths": True, "kept channels": True}
+    phases = {phase["name"]: phase for phase in found["phases"]}
+    assert "plain forward" not in phases
+    # forward and back again, and the layers once
+    assert phases["gradient pass"]["progress"] == [4, 4]
+    assert phases["reconstruction and quantization"]["progress"] == [2, 2]
+    text = section(record)
+    assert "ours-24GiB-disk: scores, widths, kept channels equal those of the job in memory bit for bit." in text
+    assert "| this package with 24 GiB of GPU memory, weights on disk |" in text
+    # links to weights are removed
+    assert not list((measured / "job").glob("*.partial"))
+    assert not list((measured / "job").glob(".*.partial"))
+
+
+def test_plans_that_differ_are_said():
+    run = RUN | {"job": "ours-24GiB-cpu", "environment": RUN_ENVIRONMENT, "phases": []}
+    record = SETTINGS | {"runs": [run | {"plan_equals": {"scores": False, "widths": True, "kept channels": False}}]}
+    line = "ours-24GiB-cpu: widths equal those of the job in memory bit for bit; scores, kept channels differ from"
+    assert line in section(record)
+    assert "its plan was not compared" in section(SETTINGS | {"runs": [run | {"plan_equals": None}]})
+
+
 def test_results_are_written_between_markers(measured: Path, tmp_path: Path):
     page = tmp_path / "RESULTS.md"
     main(["--render", str(measured / "job.json"), "--page", str(page)])
@@ -110,6 +151,7 @@ def test_results_are_written_between_markers(measured: Path, tmp_path: Path):
         (("--phases", "scores"), "no complete checkpoint: run --phases checkpoint first"),
         (("--phases", "fits"), "unknown phase 'fits'"),
         (("--phases", "reap", "--no-beside"), "leaves nothing to measure"),
+        (("--phases", "opening", "--gpu-memory", "24"), "limits the memory of a GPU, and there is none"),
     ],
 )
 def test_missing_phases_stop_the_command(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from llmcompressor import oneshot
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import SMALL, Work, measure, write_models
 from moe_coverage_plugin import Manifest, recommended_recipe
+from moe_coverage_plugin.modeling.memory import free_host_memory, free_memory
 from tests import processes
 from tests.checkpoint.runs import source, tensors
 from tests.tiny import add_tokenizer, token_batches
@@ -160,3 +163,40 @@ def test_peak_of_an_entire_job(
     if opening == "offloaded":
         # two layers may stay in memory by the offload's own limit
         assert run["peak_bytes"] < 4 * layer_bytes < run["checkpoint_bytes"]
+
+
+# --- free memory
+
+
+def card(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, allocated: int, share: float) -> None:
+    """A card of 1000 bytes, and what PyTorch has taken of it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: allocated)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: share)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 700 + 100), (0.8, 600 + 100), (0.3, 100 + 100), (0.1, 0 + 100)])
+def test_the_limit_of_a_process_counts(monkeypatch: pytest.MonkeyPatch, share: float, expected: int) -> None:
+    """What PyTorch has reserved and does not use, 100 bytes here, is free in any case."""
+    card(monkeypatch, free=700, reserved=200, allocated=100, share=share)
+    assert free_memory(torch.device("cuda:0")) == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", 5000), ("3000", 3000 - 1500 + 400), ("1000", 0)])
+def test_the_limit_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int
+) -> None:
+    """Pages of files, 400 bytes here, are free."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr("moe_coverage_plugin.modeling.memory.CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("1500\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\nactive_file 300\ninactive_file 100\n")
+    assert free_memory(torch.device("cpu")) == expected
+
+
+def test_free_memory_without_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr("moe_coverage_plugin.modeling.memory.CGROUP", tmp_path)
+    assert free_host_memory() == 5000

@@ -15,8 +15,9 @@ from moe_coverage_plugin import (
     LayerwiseGPTQModifier,
     Manifest,
 )
+from moe_coverage_plugin.cli.compression import open_model
 from tests.checkpoint.runs import tensors
-from tests.modifiers.harness import compress, offload_to_disk, open_linear, save_tiny
+from tests.modifiers.harness import compress, open_linear, save_tiny
 from tests.tiny import add_tokenizer, four_bits, token_batches
 
 pytestmark = pytest.mark.slow
@@ -27,10 +28,8 @@ SHAPE = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "num_hi
 
 def job(source: Path, directory: Path, offloaded: bool) -> Path:
     """The checkpoint of the recommended recipe with GPTQ."""
-    model = open_linear(source)
-    if offloaded:
-        (directory / "disk").mkdir(parents=True)
-        offload_to_disk(model, directory / "disk")
+    (directory / "disk").mkdir(parents=True)
+    model = open_model(str(source), "disk", directory / "disk") if offloaded else open_linear(source)
     recipe = [
         AttributionModifier(),
         CoverageModifier(sparsity=0.5),
