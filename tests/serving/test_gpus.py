@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import vllm
 from packaging.version import Version
 
-from tests.serving.agreement import assert_agrees, stored_bytes_of_experts
+from tests.serving.agreement import TIMES_ROUNDING, agreement, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
 from tests.serving.ranks import CROWD, finish, start
 
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DTYPE = "bfloat16"  # the kernels are made for it, and some attention supports no other
 MEDIAN_BFLOAT16 = 0.02
+# the last bit of a value may decide to which of two 8-bit floats it is rounded
+MEDIAN_FLOAT8 = 0.05
 SHARED_CARD = {
     "dtype": DTYPE,
     "max_num_seqs": CROWD,
@@ -51,7 +54,13 @@ def assert_right(path: Path, output: dict[str, Any]) -> None:
     assert_agrees(path, output["prompt_logprobs"], DTYPE)
     assert_agrees(path, output["logprobs_in_crowd"], DTYPE)
     difference = torch.tensor(output["logprobs"]) - torch.tensor(output["logprobs_as_prompt"])
-    assert difference.abs().median() <= MEDIAN_BFLOAT16
+    assert difference.abs().median() <= (MEDIAN_FLOAT8 if rounds_activations(path) else MEDIAN_BFLOAT16)
+
+
+def rounds_activations(path: Path) -> bool:
+    """Whether vLLM rounds inputs of linear layers to 8-bit floats."""
+    groups = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("config_groups", {})
+    return any(group["input_activations"] for group in groups.values())
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -62,11 +71,12 @@ def test_graphs(name: str) -> None:
     assert_right(path, found["output"])
 
 
-def assert_like_one_card(found: dict[str, Any], one: dict[str, Any]) -> None:
-    """Sums are in another order, and outputs of both are rounded to bfloat16."""
+def assert_like_one_card(path: Path, found: dict[str, Any], one: dict[str, Any]) -> None:
+    """Sums are in another order, which may change as much as rounding changes in transformers, in each of both."""
     for kind in ("prompt_logprobs", "logprobs_in_crowd"):
+        rounding = agreement(path, found[kind], DTYPE)["of_transformers"]["median"]
         difference = torch.tensor(found[kind]) - torch.tensor(one[kind])
-        assert difference.abs().median() <= 2 * MEDIAN_BFLOAT16, kind
+        assert difference.abs().median() <= TIMES_ROUNDING * rounding, kind
 
 
 def assert_shared(name: str, held: list[int], imbalance: float) -> None:
@@ -97,7 +107,7 @@ def test_two_cards(name: str, options: dict[str, Any]) -> None:
         start(path, GRAPHS),
     )
     assert_right(path, two["output"])
-    assert_like_one_card(two["output"], one["output"])
+    assert_like_one_card(path, two["output"], one["output"])
     # of three layers, the first rank of a pipeline has two
     assert_shared(name, [held for held, _ in two["bytes_held"]], 1.0 if "pipeline_parallel_size" in options else 0.05)
 
@@ -121,5 +131,5 @@ def test_two_data_parallel_cards(name: str, options: dict[str, Any]) -> None:
     *found, one = finish(*ranks, start(path, GRAPHS))
     for each in found:
         assert_right(path, each["output"])
-    assert_like_one_card(found[0]["output"], one["output"])
+    assert_like_one_card(path, found[0]["output"], one["output"])
     assert_shared(name, [held for each in found for held, _ in each["bytes_held"]], 0.2)
