@@ -92,6 +92,9 @@ def observe_groups(
             observer.finished(group.tokens)
         # ends the bar
         next(layers, None)
+    if torch.cuda.is_available():
+        # PyTorch would keep the pinned memory
+        torch.accelerator.empty_host_cache()
 
 
 class _Group:

@@ -61,10 +61,11 @@ class LoadedLayers:
             order: the layers.
         """
         self._order = list(order)
-        sizes = {id(layer): offloaded_bytes(layer) for layer in self._order}
-        largest = max(self._order, key=lambda layer: sizes[id(layer)])
-        needed = sizes[id(largest)]
-        room = SHARE * _free(largest) if needed else 0.0
+        sizes = {layer: offloaded_bytes(layer) for layer in dict.fromkeys(self._order)}
+        largest = max(sizes, key=lambda layer: sizes[layer])
+        needed = sizes[largest]
+        self._device = _device(largest) if needed else torch.device("cpu")
+        room = SHARE * free_memory(self._device) if needed else 0.0
         # as many as fit: this one, or also the next one
         self._held = int(min(2, room // needed)) if needed else 0
         if needed and self._held < 2:
@@ -87,7 +88,7 @@ class LoadedLayers:
         if self._held:
             self._stack.enter_context(disable_offloading())
             self._pool = self._stack.enter_context(ThreadPoolExecutor(1, "moe-coverage-loading"))
-            self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+            self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,8 +153,8 @@ def _is_elsewhere(cache: OffloadCache) -> bool:
     return place == "disk" or torch.device(place).type != torch.device(cache.onload_device).type
 
 
-def _free(layer: Module) -> int:
-    return free_memory(torch.device(_offloaded(layer)[0].cache.onload_device))
+def _device(layer: Module) -> torch.device:
+    return torch.device(_offloaded(layer)[0].cache.onload_device)
 
 
 @torch.no_grad()

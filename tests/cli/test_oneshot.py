@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.offload import load as offload_load
 from datasets import Dataset, DatasetDict
 from llmcompressor import oneshot
 from safetensors.torch import load_file
 from transformers import conversion_mapping, monkey_patching
 
 from moe_coverage_plugin import Manifest
+from moe_coverage_plugin.cli import compression
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
+from tests.checkpoint.runs import tensors
 from tests.modifiers import harness
 from tests.tiny import add_tokenizer, save_model
 
@@ -27,8 +31,8 @@ SEQUENCE = 16
 TEXT = " ".join(f"w{(7 * number) % 40 + 20}" for number in range(3 * SEQUENCE * 8))
 
 
-@pytest.fixture(autouse=True)
-def _as_in_a_process_of_its_own() -> Iterator[None]:
+@contextmanager
+def in_a_process_of_its_own() -> Iterator[None]:
     """Undo patches of the toolkit, and restore the modules that are unloaded without torchvision."""
     modules = dict(sys.modules)
     conversion_mapping.get_checkpoint_conversion_mapping("")  # builds it
@@ -37,6 +41,12 @@ def _as_in_a_process_of_its_own() -> Iterator[None]:
     sys.modules.update(modules)
     conversion_mapping._checkpoint_conversion_mapping_cache = mapping
     monkey_patching.clear_patch_mapping()
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with in_a_process_of_its_own():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,37 @@ def test_writes_what_python_writes(script: Any, command: Any, model: Path, recip
     assert f"Wrote {tmp_path / 'out'}" in done.out
     assert same_weights(tmp_path / "out", tmp_path / "python")
     assert {"README.md", "recipe.yaml", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("place", ["disk", "auto_offload"])
+def test_weights_on_disk(
+    script: Any, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The checkpoint is that of the model in memory, and nothing is left beside it."""
+    # a machine that holds about one layer
+    monkeypatch.setattr(offload_load, "_get_cpu_memory", lambda *_: {"cpu": 3_000_000})
+    outputs = [tmp_path / "memory", tmp_path / "offloaded"]
+    with in_a_process_of_its_own():
+        assert script(*command(output=outputs[0])).status == 0
+    with in_a_process_of_its_own():
+        done = script(*command(output=outputs[1], **{"device-map": place}))
+    assert done.status == 0, done.err[-2000:]
+    # weights on disk are written in more than one file
+    memory, offloaded = map(tensors, outputs)
+    assert memory.keys() == offloaded.keys()
+    assert all(torch.equal(offloaded[name], memory[name]) for name in memory)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["memory", "offloaded"]
+
+
+def test_weights_that_do_not_fit_in_host_memory(
+    script: Any, command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "free_host_memory", lambda: 2**20)
+    done = script(*command(output=tmp_path / "out"))
+    assert done.status == 2
+    message = f"the weights of {model} take 0.0 GiB, and 0.0 GiB of host memory are free: give --device-map auto_off"
+    assert message in done.err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_lines_and_several_files(script: Any, command: Any, text: Path, tmp_path: Path) -> None:
