@@ -218,7 +218,7 @@ def _serve(work: Work, recorder: Recorder) -> None:
     if work.serve_python is None:
         recorder.note(left_out="opening in vLLM was left out, because --serve-python names no interpreter")
         return
-    checkpoint = work.directory / OURS
+    checkpoint = work.directory / work.name
     if not (checkpoint / "config.json").is_file():
         raise CoverageError(f"{work.directory} has no compressed checkpoint: run --phases compression first")
     with tempfile.TemporaryDirectory() as folder:

@@ -114,18 +114,28 @@ class LoadedLayers:
             yield layer
 
     def _load(self, layer: Module) -> None:
-        if self._ahead is not None and self._ahead[0] is layer:
-            loaded = self._ahead[1].result()
-            for tensor in loaded.values():
-                if tensor.is_cuda:
-                    # it was allocated for the stream of the thread, which must not reuse it before this one is done
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        else:
-            loaded = _onload(_offloaded(layer), None)
+        loaded = self._loaded_ahead() if self._ahead is not None and self._ahead[0] is layer else None
         self._ahead = None
+        if loaded is None:
+            loaded = _onload(_offloaded(layer), None)
         self._loaded = set(loaded)
         # patch: loaded-layers
         OffloadCache.keep_onloaded_values.update(loaded)
+
+    def _loaded_ahead(self) -> dict[Tensor, Tensor] | None:
+        """What the thread has loaded; ``None`` if there was too little memory while the layer before was visited."""
+        assert self._ahead is not None
+        try:
+            loaded = self._ahead[1].result()
+        except torch.OutOfMemoryError:
+            logger.warning("Too little GPU memory is free to load the next layer ahead: layers are loaded in turn")
+            self._held = 1
+            return None
+        for tensor in loaded.values():
+            if tensor.is_cuda:
+                # it was allocated for the stream of the thread, which must not reuse it before this one is done
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return loaded
 
     def _release(self, modules: Iterable[Module]) -> None:
         """Release what was loaded of a layer, and what its modules have loaded since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling import loaded_layers
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import open_stock, save_float64
+from tests.calibration.test_layerwise import AVX2, Reordered
 from tests.calibration.test_offload import on_disk
+from tests.modifiers.harness import offload_to_disk
 from tests.tiny import token_batches
 
 pytestmark = pytest.mark.slow
@@ -114,6 +117,35 @@ def test_a_pass_without_gradients_loads_each_layer_once(source: Path, tmp_path: 
     assert loads == [CHECK + 1] * LAYERS
 
 
+def test_layers_that_cannot_be_called_one_by_one(source: Path, tmp_path: Path, log: list[str]):
+    """Each batch then loads all layers, and the log says so."""
+    models = on_disk(source, tmp_path / "disk"), open_stock(source, linear=True)
+    for model in models:
+        model.model.layers = Reordered(model.model.layers, lambda layers: [*layers, layers[0]])
+    found, expected = (observed(model, "fisher", batches()) for model in models)
+    assert_equal(found, expected)
+    assert any("Each batch loads all offloaded weights, because" in message for message in log)
+
+
+@pytest.mark.parametrize("metric", ["obs", "activation"])
+def test_a_bfloat16_model_on_a_processor_that_is_slow_in_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str
+):
+    """The sums are those of the model in memory, bit for bit, also with several groups."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: AVX2)
+    resident, model = (open_stock(source, linear=True).bfloat16() for _ in range(2))
+    (tmp_path / "disk").mkdir()
+    offload_to_disk(model, tmp_path / "disk")
+    limit_states(monkeypatch, model, 1)
+    assert_equal(observed(model, metric, batches()), observed(resident, metric, batches()))
+
+
+def test_host_memory_that_is_too_small_for_a_batch(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layerwise_gradients, "free_host_memory", lambda: 2**10)
+    with pytest.raises(CoverageError, match=r"of host memory for a batch, of which .* calibrate on smaller batches"):
+        observed(on_disk(source, tmp_path / "disk"), "fisher", batches())
+
+
 def test_a_pass_layer_by_layer_loads_each_layer_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """At most the layer and the next one are loaded, also if the layer computes twice."""
     model, data = on_disk(source, tmp_path / "disk"), batches()
@@ -151,6 +183,27 @@ def test_layers_that_do_not_fit(
         visit_layers(model, find_moe_layers(model), data, lambda _step: None, "Test")
     assert loads == [CHECK + loads_of_pass] * LAYERS
     assert any(warning in message for message in log)
+
+
+def test_memory_that_is_short_while_a_layer_is_visited(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+):
+    """The next layer is loaded when it is its turn, and later ones too."""
+    model, data = on_disk(source, tmp_path / "disk"), batches()
+    copy, threads = loaded_layers._copy, []
+
+    def fail(offloaded: Any) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            threads.append(threading.current_thread())
+            raise torch.OutOfMemoryError("full")
+        return copy(offloaded)
+
+    monkeypatch.setattr(loaded_layers, "_copy", fail)
+    with counted_loads(model, monkeypatch) as loads:
+        visit_layers(model, find_moe_layers(model), data, lambda _step: None, "Test")
+    assert loads == [CHECK + 1] * LAYERS
+    assert len(threads) == 1
+    assert any("Too little GPU memory is free to load the next layer ahead" in message for message in log)
 
 
 def test_an_error_in_a_visit_releases_what_is_loaded(source: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.tiny import add_tokenizer, four_bits, token_batches
 pytestmark = pytest.mark.slow
 
 BLOCK = 16
-SHAPE = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "num_hidden_layers": 3}
 
 
 def job(source: Path, directory: Path, offloaded: bool) -> Path:
