@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
-from moe_coverage_plugin.calibration.interactions import EXPERTS as SCORED
+from moe_coverage_plugin.calibration.interactions import SCORED
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
@@ -108,7 +108,7 @@ def gradient_pass_bytes(config: Config, batch_tokens: int = BATCH_TOKENS) -> dic
 
 
 def interaction_bytes(config: Config) -> float:
-    """Matrices of the experts that are scored together, ``64 * 32 I^2``."""
+    """Matrices of the experts that are scored together, ``64 * 64 I^2``."""
     return 8 * MATRICES * min(SCORED, experts_of(config)) * config["moe_intermediate_size"] ** 2
 
 
@@ -124,13 +124,14 @@ def refit_bytes(config: Config) -> float:
 
 
 def hessian_bytes(config: Config) -> float:
-    """Hessian matrices and weights of the experts that are quantized together, ``32 (28 H^2 + 4 I^2 + 16 H I)``.
+    """Hessian matrices and weights of the experts that are quantized together, ``32 (16 H^2 + 4 I^2 + 20 H I)``.
 
-    An expert has one matrix in 32 bit for each of its inputs. The toolkit makes three copies for ``gate_proj`` and for
-    ``up_proj`` while it reorders channels, and two of their weights; it takes fewer at once if less memory is free.
+    An expert has one matrix in 32 bit for each of its inputs. ``gate_proj`` and ``up_proj`` are stacked, and the
+    toolkit makes three copies of their matrix while it reorders channels, and two of their weights; it takes fewer at
+    once if less memory is free.
     """
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    return min(QUANTIZED, experts_of(config)) * (28 * hidden**2 + 4 * width**2 + 16 * hidden * width)
+    return min(QUANTIZED, experts_of(config)) * (16 * hidden**2 + 4 * width**2 + 20 * hidden * width)
 
 
 def other_hessian_bytes(config: Config) -> float:
@@ -259,10 +260,10 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
     sizes: dict[str, float] = {
         "weights, `2 P`": need.weights,
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
-        "interactions: matrices of 32 experts, `64 * 32 I^2`": interaction_bytes(config),
+        "interactions: matrices of 64 experts, `64 * 64 I^2`": interaction_bytes(config),
         "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
         "reconstruction: tokens of 8 experts, `8 * 4096 (28 H + 24 I)`": refit_bytes(config),
-        "GPTQ: matrices of 32 experts, `32 (28 H^2 + 4 I^2 + 16 H I)`": hessian_bytes(config),
+        "GPTQ: matrices of 32 experts, `32 (16 H^2 + 4 I^2 + 20 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),
         "hidden states and routing, `T (4 H + 52 K)`": need.hidden,
         "offloaded: weights of two layers on the card, `4 P / D`": need.offloaded,

@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.gathering import LayerSums
 from moe_coverage_plugin.calibration.gram import channel_grams
-from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
 
+# experts that are scored together: each step of obs takes a few small products, which one more expert hardly slows
+SCORED = 64
 # name of what is kept of a layer, before the name of the layer
 SCORES = "interactions"
 
@@ -50,7 +52,7 @@ def interaction_scores(
             return
         for layer, inputs in step.observe():
             tokens_E = inputs.count_tokens()
-            chunks = torch.arange(layer.num_experts).split(EXPERTS)
+            chunks = torch.arange(layer.num_experts).split(SCORED)
             parts = [_scores_of(layer, each.tolist(), inputs, tokens_E, gradients[layer.name]) for each in chunks]
             scores[layer.name] = torch.cat(parts)
             if progress is not None:

@@ -78,8 +78,9 @@ class DecoderStep:
         Args:
             changes: whether the layer will be changed before the pass goes on. Its outputs are then not kept;
                 otherwise they replace its inputs, and it can be observed once.
-            hooked: whether others look at values inside the layer, which may depend on what its experts output.
-                Otherwise the experts of a layer that will change need not compute, if it is the only one.
+            hooked: whether others look at values inside the layer that depend on what its experts output
+                (:meth:`depends_on_experts`). Otherwise the experts of a layer that will change need not compute, if it
+                is the only one.
         """
         states = self._states
         with ExitStack() as stack:
@@ -91,6 +92,26 @@ class DecoderStep:
             states.through(self.decoder_layer, keep=not changes)
         self._finished = not changes
         return list(zip(self.layers, inputs, strict=True))
+
+    def depends_on_experts(self, modules: Sequence[Module]) -> bool:
+        """Whether the inputs of modules inside the layer depend on what its experts output.
+
+        The layer computes the first batch with experts that output NaN: all that is computed from it is NaN, too.
+        """
+        if len(self.layers) != 1 or not modules:
+            # several MoE layers compute in any case
+            return len(self.layers) > 1
+        found: list[Tensor] = []
+
+        def look(_module: Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0].isnan().any())
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced_forward(self.layers[0].experts, _nan))
+            for module in modules:
+                stack.callback(module.register_forward_pre_hook(look).remove)
+            self._states.first_batch(self.decoder_layer)
+        return any(map(bool, found))
 
     def finish(self) -> None:
         """Let the pass go on behind the layer, with what it outputs now."""
@@ -188,6 +209,10 @@ def _experts(layer: MoELayer) -> GroupedExperts | RaggedExperts:
     return GroupedExperts(layer, LinearProjection) if len(widths) == 1 else RaggedExperts(layer)
 
 
+def _nan(hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+    return torch.full_like(hidden_TH, torch.nan)
+
+
 def _zeros(hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
     return torch.zeros_like(hidden_TH)
 
@@ -219,6 +244,11 @@ class _States:
                     self.places = _places(self.device, self.token_bytes * positions, self.token_bytes * self.tokens)
                 self._hidden.append(moved_state(hidden, self.places.states))
                 self._calls.append(calls)
+
+    def first_batch(self, layer: Module) -> None:
+        """Take the first batch through a decoder layer; its outputs are not kept."""
+        self.current = self._batches[0]
+        self._chain.call(layer, self._calls[0], self._hidden[0])
 
     def through(self, layer: Module, keep: bool = True) -> None:
         """Take all batches through a decoder layer; its outputs replace its inputs if they are kept."""

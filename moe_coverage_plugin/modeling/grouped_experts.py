@@ -18,11 +18,14 @@ from compressed_tensors.utils import align_module_device
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from torch import Tensor
 from torch.nn import Linear, Module
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm, linear, pad
 
 from moe_coverage_plugin.core.products import wide_product
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, projections
 from moe_coverage_plugin.modeling.routing import Routing
+
+# grouped products require rows of a multiple of 16 bytes: 8 numbers of 16 bits
+ALIGNMENT = 8
 
 
 class ExpertTrace(NamedTuple):
@@ -120,16 +123,22 @@ def _weighted_sum(z_MH: Tensor, routing: Routing, hidden_TH: Tensor) -> Tensor:
 
 
 class RaggedExperts:
-    """The kept experts of one layer, one after the other over sorted rows; they may differ in width."""
+    """The kept experts of one layer, over sorted rows; they may differ in width."""
 
     def __init__(self, layer: MoELayer):
         """Take the experts that are kept now; see :class:`GroupedExperts`."""
+        self._layer = layer
         self._functions = [
             ExpertFunction(layer, each) if expert_width(mlp) else None for each, mlp in enumerate(layer.mlps)
         ]
+        # made for the first batch, and held: a copy of the layer's experts
+        self._padded: GroupedExperts | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute a batch, as :meth:`GroupedExperts.forward`."""
+        if _in_one_call(hidden_states):
+            self._padded = self._padded or GroupedExperts(self._layer, PaddedProjection)
+            return self._padded.forward(hidden_states, top_k_index, top_k_weights)
         routing = Routing.of(top_k_index, top_k_weights, len(self._functions), None)
         rows = hidden_states[routing.tokens_M].split(routing.lengths_E.tolist())
         outputs = []
@@ -158,16 +167,52 @@ class LinearProjection:
     def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
         """Multiply the rows of each expert by its weight (see :data:`Projection`)."""
         weights, biases = self._held or self._parameters()
-        if x_MA.is_cuda and x_MA.dtype == torch.bfloat16:
-            ends_E = lengths_E.cumsum(0, dtype=torch.int32)
-            y_MO = grouped_mm(x_MA, torch.stack(weights).transpose(1, 2), offs=ends_E)
-            if biases is None:
-                return y_MO
-            return y_MO + torch.stack(biases).repeat_interleave(lengths_E, dim=0, output_size=len(y_MO))
+        if _in_one_call(x_MA):
+            stacked_EO = None if biases is None else torch.stack(biases)
+            return _grouped_linear(x_MA, torch.stack(weights), stacked_EO, lengths_E)
         rows = zip(x_MA.split(lengths_E.tolist()), weights, biases or [None] * len(weights), strict=True)
         # a bfloat16 model may compute in float32, see compute_dtype.py
         product = linear if x_MA.dtype == weights[0].dtype else ConvertedLinear.apply
         return torch.cat([product(*row) for row in rows])
+
+
+class PaddedProjection:
+    """One linear layer of every kept expert, with zeros up to the widest one, so that all are multiplied in one call.
+
+    Channels that are added get zero from ``gate_proj`` and ``up_proj``, and ``down_proj`` multiplies what the
+    activation makes of that by zero.
+    """
+
+    def __init__(self, name: str, linears: list[Linear]):
+        """Copy the linear layer of each kept expert to the device on which it computes."""
+        down = name == "down_proj"
+        width = max(each.in_features if down else each.out_features for each in linears)
+        width = -(-width // ALIGNMENT) * ALIGNMENT
+        weights, biases = [], []
+        for each in linears:
+            # read once, because each read of an offloaded parameter copies it
+            weight_OA, bias_O = each.weight.detach(), each.bias
+            missing = width - weight_OA.shape[int(down)]
+            # F.pad lists dimensions from the last to the first
+            weights.append(pad(weight_OA, (0, missing) if down else (0, 0, 0, missing)))
+            if bias_O is not None:
+                biases.append(bias_O.detach() if down else pad(bias_O.detach(), (0, missing)))
+        self._weight_EOA = torch.stack(weights)
+        self._bias_EO = torch.stack(biases) if biases else None
+
+    def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
+        """Multiply the rows of each expert by its weight (see :data:`Projection`)."""
+        return _grouped_linear(x_MA, self._weight_EOA, self._bias_EO, lengths_E)
+
+
+def _in_one_call(x_MA: Tensor) -> bool:
+    """Whether rows of all experts are multiplied by their weights in one call."""
+    return x_MA.is_cuda and x_MA.dtype == torch.bfloat16
+
+
+def _grouped_linear(x_MA: Tensor, weight_EOA: Tensor, bias_EO: Tensor | None, lengths_E: Tensor) -> Tensor:
+    y_MO = grouped_mm(x_MA, weight_EOA.transpose(1, 2), offs=lengths_E.cumsum(0, dtype=torch.int32))
+    return y_MO if bias_EO is None else y_MO + bias_EO.repeat_interleave(lengths_E, dim=0, output_size=len(y_MO))
 
 
 class ConvertedLinear(torch.autograd.Function):

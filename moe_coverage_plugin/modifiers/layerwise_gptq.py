@@ -31,16 +31,14 @@ from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import decoder_layers
-from moe_coverage_plugin.core.products import wide_product
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.oneshot_run import prepare
 from moe_coverage_plugin.modifiers.resumption import run_progress
+from moe_coverage_plugin.modifiers.shared_inputs import QUANTIZED, InputSums, hessian, stacked
 
-# parameters that quantization changes
-QUANTIZED = ("weight", "weight_scale", "weight_zero_point")
 # of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero
 FLOOR = 1e-9
 
@@ -76,7 +74,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
     _done: bool = PrivateAttr(default=False)
     # of the decoder layer that is observed now: linear layers of experts, Hessian matrices of the others
     _experts: set[Module] = PrivateAttr(default_factory=set)
-    _others: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
+    _others: InputSums = PrivateAttr(default_factory=InputSums)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Attach the scheme, and check model, data and schemes."""
@@ -112,8 +110,8 @@ class LayerwiseGPTQModifier(GPTQModifier):
             restore(step.decoder_layer, tensors)
             self.freeze(step)
             return
-        with self.watched(step):
-            inputs = step.observe(changes=True, hooked=True)
+        with self.watched(step) as hooked:
+            inputs = step.observe(changes=True, hooked=hooked)
         for layer, each in inputs:
             self.quantize_experts(layer, each)
         self.quantize_others(step)
@@ -133,32 +131,31 @@ class LayerwiseGPTQModifier(GPTQModifier):
         self._done = True
 
     @contextmanager
-    def watched(self, step: DecoderStep) -> Iterator[None]:
-        """Collect the Hessian matrices of the linear layers outside of experts while a decoder layer is observed."""
+    def watched(self, step: DecoderStep) -> Iterator[bool]:
+        """Collect the Hessian matrices of the linear layers outside of experts while a decoder layer is observed.
+
+        Yields:
+            Whether some of these layers see what is computed from the outputs of experts.
+        """
         self._experts = {linear for layer in step.layers for linear in expert_linears(layer)}
 
         def add(module: Module, args: tuple[Tensor, ...], _output: Any) -> None:
-            assert isinstance(module, Linear)
-            x_MA = args[0].detach().reshape(-1, args[0].shape[-1])
-            real_T = step.current.real_T
-            # a layer that sees something else than one row for each token keeps its padding
-            if real_T is not None and len(real_T) == len(x_MA):
-                x_MA = x_MA[real_T.to(x_MA.device)]
-            added_AA = _hessian(x_MA)
-            self._others[module] = self._others[module] + added_AA if module in self._others else added_AA
+            self._others.add(module, args[0], step.current.real_T)
 
-        handles = [module.register_forward_hook(add) for module in self._modules_of(step)]
+        modules = self._modules_of(step)
+        depends = step.depends_on_experts(modules)
+        handles = [module.register_forward_hook(add) for module in modules]
         try:
-            yield
+            yield depends
         finally:
             for handle in handles:
                 handle.remove()
+            self._others.forget_last()
 
     def quantize_others(self, step: DecoderStep) -> None:
         """Quantize the linear layers outside of experts of a decoder layer that was watched."""
-        found = {module: self._others.pop(module, None) for module in self._modules_of(step)}
         # without an input, weights are rounded to nearest
-        self._quantize({m: _hessian(m.weight.detach()[:0]) if h is None else h for m, h in found.items()})
+        self._quantize(self._others.pop(self._modules_of(step)))
 
     def quantize_experts(self, layer: MoELayer, inputs: LayerInputs, experts: Sequence[int] | None = None) -> None:
         """Quantize experts of a layer as they are now.
@@ -177,25 +174,36 @@ class LayerwiseGPTQModifier(GPTQModifier):
             for index in kept[first : first + EXPERTS]:
                 x_MH = inputs.tokens(index).x_MH
                 with ExpertFunction(layer, index) as function:
-                    hessians |= dict.fromkeys(function.inputs, _hessian(x_MH))
-                    hessians[function.projections["down_proj"]] = _hessian(function.activation(x_MH))
+                    hessians |= dict.fromkeys(function.inputs, hessian(x_MH))
+                    hessians[function.projections["down_proj"]] = hessian(function.activation(x_MH))
             self._quantize(hessians)
 
     def _quantize(self, hessians: Mapping[Module, Tensor]) -> None:
         """Quantize modules by the toolkit's GPTQ; collective."""
-        modules = [module for module in hessians if getattr(module, "quantization_scheme", None) is not None]
         for hessian_AA in {id(each): each for each in hessians.values()}.values():
             diagonal_A = hessian_AA.diagonal()
             diagonal_A += FLOOR * diagonal_A.mean().clamp(min=FLOOR)
-        for module in modules:
+        own = {m: each for m, each in hessians.items() if getattr(m, "quantization_scheme", None) is not None}
+        for module in own:
             self._initialize_observers(module)
             apply_calibration_status(module)
+        observe(list(own), base_name="weight")
+        # ranks write the weights of a module one by one
+        stacks = [] if is_distributed() else stacked(own)
+        together = {linear for stack in stacks for linear in stack.linears}
+        alone = {module: each for module, each in own.items() if module not in together}
+        for module, hessian_AA in [*alone.items(), *((stack, own[stack.linears[0]]) for stack in stacks)]:
             # ranks add theirs in place, and gate_proj and up_proj share one
-            self._hessians[module] = hessians[module].clone() if is_distributed() else hessians[module]
-            self._num_samples[module] = torch.ones((), device=hessians[module].device)
-        observe(modules, base_name="weight")
+            self._hessians[module] = hessian_AA.clone() if is_distributed() else hessian_AA
+            self._num_samples[module] = torch.ones((), device=hessian_AA.device)
+        # the toolkit logs them
+        names = {stack: " and ".join(self._module_names[each] for each in stack.linears) for stack in stacks}
+        self._module_names |= names
         self.compress_modules()
-        for module in modules:
+        for stack in stacks:
+            stack.write_back()
+            del self._module_names[stack]
+        for module in own:
             freeze_module_quantization(module)
 
     def compress_modules(self) -> None:
@@ -252,8 +260,3 @@ class LayerwiseGPTQModifier(GPTQModifier):
                 f'LayerwiseGPTQModifier would quantize {others[0]}, which is not linear: add "{others[0]}" to its '
                 "ignore, or use GPTQModifier"
             )
-
-
-def _hessian(x_MA: Tensor) -> Tensor:
-    """``sum_t x_t x_t^T`` over the inputs of a linear layer, ``[A, A]`` in float32 or wider."""
-    return wide_product(x_MA.T, x_MA)

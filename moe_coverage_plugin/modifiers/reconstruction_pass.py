@@ -100,8 +100,8 @@ class _Reconstruction:
             self._restore(step, tensors)
             return
         before = self._counts.copy()
-        with nullcontext() if quantizer is None else quantizer.watched(step):
-            inputs = step.observe(changes=True, hooked=quantizer is not None)
+        with nullcontext(False) if quantizer is None else quantizer.watched(step) as hooked:
+            inputs = step.observe(changes=True, hooked=hooked)
         for layer, each in inputs:
             if layer.name in self._kept:
                 self._change(layer, each)

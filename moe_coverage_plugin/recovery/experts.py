@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from moe_coverage_plugin.modeling.grouped_experts import GroupedExperts, computes_as_toolkit, replaced_forward
+from moe_coverage_plugin.modeling.grouped_experts import (
+    ALIGNMENT,
+    GroupedExperts,
+    computes_as_toolkit,
+    replaced_forward,
+)
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, expert_width, projections
 from moe_coverage_plugin.recovery.adapters import NAME, dora_parameters, row_norms
-
-# grouped products require rows of a multiple of 16 bytes: 8 numbers of 16 bits
-ALIGNMENT = 8
 
 
 @contextmanager

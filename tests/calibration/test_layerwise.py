@@ -12,7 +12,7 @@ import torch
 from llmcompressor import oneshot
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Linear, Module, ModuleList
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageModifier
@@ -20,7 +20,7 @@ from moe_coverage_plugin.calibration import layerwise
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers, projections
 from moe_coverage_plugin.modifiers import attribution
 from tests.calibration.brute_force import open_stock, save_float64
 from tests.calibration.test_offload import on_disk
@@ -252,6 +252,69 @@ def test_two_moe_layers_in_one_decoder_layer():
     layers = find_moe_layers(model)
     assert recorder.visited == [[layer.name for layer in layers[:2]], [layers[2].name]]
     assert_same(recorder.seen[layers[2].name], expected[layers[2].name])
+
+
+# --- layers behind experts
+
+
+@torch.no_grad()
+def inputs_of_linears(model: Any, layers: Sequence[MoELayer], batch: dict[str, Tensor]) -> dict[Linear, Tensor]:
+    """Of the model's own forward with experts of weights that are given."""
+    experts = {linear for layer in layers for linear in expert_linears(layer)}
+    found: dict[Linear, Tensor] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: found.update({module: args[0].clone()}))
+        for module in model.modules()
+        if isinstance(module, Linear) and module not in experts
+    ]
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("behind", [False, True])
+def test_linear_layers_that_see_what_experts_output(family: str, behind: bool):
+    """In each decoder layer: those whose inputs change when the experts of this layer do."""
+    model, batches = random_model(family), data("right")
+    layers = find_moe_layers(model)
+    found: dict[str, bool] = {}
+
+    def ask(step: DecoderStep) -> None:
+        if behind:
+            step.decoder_layer.behind = Linear(1, 1)
+            step.decoder_layer.register_forward_hook(lambda layer, _args, output: look(layer.behind, output))
+        experts = {linear for layer in step.layers for linear in expert_linears(layer)}
+        inside = [each for each in step.decoder_layer.modules() if isinstance(each, Linear) and each not in experts]
+        found.update(dict.fromkeys([layer.name for layer in step.layers], step.depends_on_experts(inside)))
+        ((layer, inputs),) = step.observe() or [(None, None)]
+        assert layer is None or len(inputs.x_TH) == sum(int(each["attention_mask"].sum()) for each in batches)
+
+    def look(module: Module, output: Any) -> None:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, (output[0] if isinstance(output, tuple) else output,))
+
+    visit_layers(model, layers, batches, ask, "Test")
+    assert set(found) == {layer.name for layer in layers}
+    if behind:
+        assert all(found.values())
+        return
+    before = inputs_of_linears(model, layers, batches[0])
+    for layer in layers:
+        for mlp in layer.mlps:
+            projections(mlp)["down_proj"].weight.data *= 1.5
+        inside = {linear for linear in before if linear in set(decoder_layer_of(model, layer).modules())}
+        after = inputs_of_linears(model, layers, batches[0])
+        assert found[layer.name] == any(not torch.equal(before[each], after[each]) for each in inside), layer.name
+        before = after
+
+
+def decoder_layer_of(model: Any, layer: MoELayer) -> Module:
+    """The innermost module of a list that contains the layer."""
+    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
+    holders = [each for one in lists for each in one if layer.moe in set(each.modules())]
+    return min(holders, key=lambda each: len(list(each.modules())))
 
 
 # --- held-back tokens
