@@ -12,6 +12,15 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare for engines before the process is forked, so that programs of tests need not."""
+    if any(item.get_closest_marker("engine") for item in session.items):
+        from tests.serving.engine import prepare_process
+
+        prepare_process()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     """Replaces the outer fixture: an engine uses all cores."""

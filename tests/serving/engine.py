@@ -10,6 +10,8 @@ import json
 import os
 import sys
 from functools import cache
+from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +83,39 @@ def open_engine(path: Path, **options: Any) -> Any:
         # on processors with AMX vLLM prefers another backend, which takes 16-bit floats only
         own["attention_backend"] = "CPU_MLA"
     arguments: dict[str, Any] = OPTIONS | own | options
+    if not torch.cuda.is_available():
+        # vLLM collects garbage four times an engine, and need not look through what is older than the engine
+        gc.collect()
+        gc.freeze()
     return LLM(str(path), **arguments)
+
+
+# what vLLM imports for the first engine on a CPU
+IMPORTED_LATE = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.qwen2_moe",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
 
 
 @cache
 def prepare_process() -> None:
-    """Change what vLLM does for an engine that has a process of its own, and repeats for each of many in one."""
+    """Change what vLLM does for an engine that has a process of its own, and repeats for each of many in one.
+
+    Forks of the process inherit it.
+    """
     from vllm.model_executor.models import registry
 
     if torch.cuda.is_available():
         return
+    for module in IMPORTED_LATE:
+        import_module(module)
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine import core
+    from vllm.v1.sample import sampler
     from vllm.v1.worker import gpu_worker
 
     # a process for each model, which keeps CUDA out of this one, takes 15 s
@@ -102,6 +125,10 @@ def prepare_process() -> None:
     # it looks through all imported modules, for half a second
     # patch: tests-kernel-overrides
     CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
+    CpuPlatform.register_triton_kernel_overrides()
+    # compiling these two operations takes each process three seconds
+    # patch: tests-compiled-sampler
+    sampler.batched_count_greater_than = unwrap(sampler.batched_count_greater_than)
     # eight collections of garbage an engine look through all imported modules, too, unless these stay frozen
     gc.collect()
     gc.freeze()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_coverage_plugin.manifest import Manifest
+from tests import processes
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, expected_logprobs, open_engine, prompt_logprobs
 
@@ -126,16 +125,14 @@ def run_apart(
     """Results of ``engine.py`` in a process of its own, by checkpoint name."""
     request = tmp_path / "checkpoints.json"
     request.write_text(json.dumps({str(path): options for path, options in checkpoints.items()}))
-    program = Path(__file__).with_name("engine.py")
-    done = subprocess.run(
-        [sys.executable, program, request], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
+    done = processes.run(Path(__file__).with_name("engine.py"), request, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
     return {Path(result["path"]).name: result for result in results}
 
 
 def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Case 6, case 30: two ranks find the plugin by themselves and give the output of one."""
+    """Case 6, case 30: two ranks, in interpreters of their own, find the plugin and give the output of one."""
     path = checkpoint_path("ragged_w4a16_a64")
     cores = sorted(os.sched_getaffinity(0))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
