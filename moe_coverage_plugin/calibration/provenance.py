@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,13 @@ SAMPLED_VALUES = 64
 
 def environment() -> dict[str, Any]:
     """Seed and versions of this process."""
-    return {"torch_seed": torch.initial_seed(), "versions": {package: version(package) for package in PACKAGES}}
+    return {"torch_seed": torch.initial_seed(), "versions": dict(_versions())}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Installed versions; each is read from a file, several times a run."""
+    return {package: version(package) for package in PACKAGES}
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:

@@ -48,6 +48,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(save_tiny(tmp_path_factory.mktemp("source") / "small", **SMALL))
 
 
+@pytest.fixture(scope="module")
+def alone(small: Path) -> Any:
+    """Quantized without pruning; tests leave it unchanged."""
+    return compress(small, [LayerwiseGPTQModifier(**W4)], **RUN)
+
+
+@pytest.fixture(scope="module")
+def behind_pruning(small: Path) -> Any:
+    """Pruned to a half and quantized; tests leave it unchanged."""
+    return compress(small, [*recipe(), LayerwiseGPTQModifier(**W4)], **RUN)
+
+
 def on_grid(linear: Linear) -> bool:
     """Whether every weight is a multiple of its scale in 4 bits."""
     scale: Any = linear.weight_scale
@@ -104,17 +116,16 @@ def share(one: Tensor, other: Tensor) -> float:
 # --- arithmetic
 
 
-def test_the_first_layers_weights_are_those_of_the_toolkit(small: Path):
+def test_the_first_layers_weights_are_those_of_the_toolkit(small: Path, alone: Any):
     """Attention like GPTQModifier; experts by Hessian matrices of their tokens."""
     original = open_linear(small)
-    ours = compress(small, [LayerwiseGPTQModifier(**W4)], **RUN)
     toolkits = compress_causally(open_linear(small), [GPTQModifier(**W4)], tokenizer=str(small), **RUN)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        one, other = (getattr(model.model.layers[0].self_attn, name) for model in (ours, toolkits))
+        one, other = (getattr(model.model.layers[0].self_attn, name) for model in (alone, toolkits))
         assert torch.equal(one.weight_scale, other.weight_scale)
         assert share(one.weight, other.weight) > 0.99
     (hidden_TH, ids_TK, _), _ = inputs_of_experts(original, RUN["dataset"])
-    experts = (find_moe_layers(model)[0].mlps for model in (original, ours))
+    experts = (find_moe_layers(model)[0].mlps for model in (original, alone))
     for expert, (old, new) in enumerate(zip(*experts, strict=True)):
         x_MH = hidden_TH[(ids_TK == expert).any(1)]
         for name in ("gate_proj", "up_proj"):
@@ -124,10 +135,9 @@ def test_the_first_layers_weights_are_those_of_the_toolkit(small: Path):
         assert share(new.down_proj.weight, by_toolkit(old.down_proj, a_MI.T @ a_MI)) > 0.99
 
 
-def test_weights_are_on_the_grid_and_scales_are_final(small: Path):
+def test_weights_are_on_the_grid_and_scales_are_final(alone: Any):
     """Of all targets."""
-    model = compress(small, [LayerwiseGPTQModifier(**W4)], **RUN)
-    modules = quantized(model)
+    modules = quantized(alone)
     assert len(modules) == 2 * (4 + 8 * 3)
     assert all(on_grid(module) for module in modules.values())
     assert {module.quantization_status for module in modules.values()} == {QuantizationStatus.FROZEN}
@@ -135,13 +145,11 @@ def test_weights_are_on_the_grid_and_scales_are_final(small: Path):
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
-def test_outputs_are_closer_than_by_rounding_to_nearest(small: Path, sparsity: float):
+def test_outputs_are_closer_than_by_rounding_to_nearest(small: Path, alone: Any, behind_pruning: Any, sparsity: float):
     original, ids = open_linear(small), torch.tensor(RUN["dataset"]["input_ids"])
-    found = {}
-    for kind in (LayerwiseGPTQModifier, QuantizationModifier):
-        before = recipe(sparsity=sparsity) if sparsity else []
-        found[kind] = distance(compress(small, [*before, kind(**W4)], **RUN), original, ids)
-    assert found[LayerwiseGPTQModifier] < found[QuantizationModifier]
+    before = recipe(sparsity=sparsity) if sparsity else []
+    nearest = compress(small, [*before, QuantizationModifier(**W4)], **RUN)
+    assert distance(behind_pruning if sparsity else alone, original, ids) < distance(nearest, original, ids)
 
 
 # --- behind pruning
@@ -162,12 +170,11 @@ def test_behind_reconstruction_in_one_pass(
     assert torch.equal(logits(load(tmp_path / "out")), expected)
 
 
-def test_chunks_of_experts_change_nothing(small: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = compress(small, [*recipe(), LayerwiseGPTQModifier(**W4)], **RUN)
+def test_chunks_of_experts_change_nothing(small: Path, behind_pruning: Any, monkeypatch: pytest.MonkeyPatch):
     for module in (layerwise_gptq, reconstruction_pass):
         monkeypatch.setattr(module, "EXPERTS", 3)
     parts = compress(small, [*recipe(), LayerwiseGPTQModifier(**W4)], **RUN)
-    for one, other in zip(quantized(whole).values(), quantized(parts).values(), strict=True):
+    for one, other in zip(quantized(behind_pruning).values(), quantized(parts).values(), strict=True):
         assert share(one.weight, other.weight) > 0.99
 
 
