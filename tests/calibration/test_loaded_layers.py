@@ -43,7 +43,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batches() -> list[dict[str, Tensor]]:
     """Of one sample each; the third predicts nothing."""
-    found = [{name: torch.tensor(ids)[None] for name, ids in row.items()} for row in token_batches(BATCHES, 12)]
+    rows: Any = token_batches(BATCHES, 12)
+    found = [{name: torch.tensor(ids)[None] for name, ids in row.items()} for row in rows]
     found[2]["labels"] = torch.full_like(found[2]["input_ids"], -100)
     return found
 
@@ -54,7 +55,8 @@ def counted_loads(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     weights = {}
     for index, layer in enumerate(find_moe_layers(model)):
         for mlp in layer.mlps:
-            weights[mlp.up_proj._parameters.offloaded_values["weight"]] = index
+            up_proj: Any = mlp.up_proj
+            weights[up_proj._parameters.offloaded_values["weight"]] = index
     loads: Counter[Tensor] = Counter()
     onload = DiskCache.onload
 
