@@ -18,7 +18,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     are, and only the sums are rounded, in float32: this is as accurate as to convert both to float32 first, and about
     ten times faster. The CPU has no such product and converts.
     """
-    if left.is_cuda and left.dtype == right.dtype and left.dtype in SIXTEEN_BITS:
+    if left.is_cuda and left.numel() and left.dtype == right.dtype and left.dtype in SIXTEEN_BITS:
         return torch.mm(left, right, out_dtype=torch.float32)
     dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     return left.to(dtype) @ right.to(dtype)

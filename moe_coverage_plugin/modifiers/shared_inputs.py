@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.quantization import (
-    QuantizationScheme,
-    QuantizationStrategy,
-    initialize_module_for_quantization,
-)
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
@@ -117,8 +113,11 @@ class StackedLinear(Linear):
     def __init__(self, linears: Sequence[Linear]):
         """Copy the weights."""
         super().__init__(linears[0].in_features, sum(each.out_features for each in linears), False, device="meta")
-        self.weight = Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)
-        initialize_module_for_quantization(self, _scheme(linears[0]))
+        self.quantization_scheme = _scheme(linears[0])
+        for name in QUANTIZED:
+            if hasattr(linears[0], name):
+                rows = torch.cat([getattr(each, name).detach() for each in linears])
+                setattr(self, name, Parameter(rows, requires_grad=False))
         # a plain list and object, so that they are not modules of this one
         self.linears = list(linears)
         self.weight_observer = _Observers(self.linears)
@@ -126,10 +125,11 @@ class StackedLinear(Linear):
     def write_back(self) -> None:
         """Give the layers what their rows have become."""
         for name in QUANTIZED:
+            if not hasattr(self, name):
+                continue
             rows = getattr(self, name).detach().split([each.out_features for each in self.linears])
             for linear, value in zip(self.linears, rows, strict=True):
-                if hasattr(linear, name):
-                    update_offload_parameter(linear, name, value)
+                update_offload_parameter(linear, name, value)
 
 
 def stacked(hessians: Mapping[Module, Tensor]) -> list[StackedLinear]:
