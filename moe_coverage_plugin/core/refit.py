@@ -116,23 +116,24 @@ def refit_experts(
     fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
     old_EOH, bias_EO, old_EHN = (each.detach().to(dtype) for each in (rows_EOH, bias_EO, down_EHN))
 
-    def activation(problem: _Rows, rows_EOH: Tensor) -> Tensor:
-        return act(torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT))
+    def inputs(problem: _Rows, rows_EOH: Tensor) -> Tensor:
+        return torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT)
 
-    def error(rows_EOH: Tensor) -> Tensor:
-        left_EMH = activation(held_rows, rows_EOH) @ old_EHN.mT - held_rows.target_EMH
+    def error(h_EMO: Tensor) -> Tensor:
+        left_EMH = act(h_EMO) @ old_EHN.mT - held_rows.target_EMH
         return (held_rows.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
 
     with tf32_products():
         step_EOH = _gauss_newton_step(fitted_rows, old_EOH, bias_EO, old_EHN, act)
-    before_E = error(old_EOH)
-    fit_E, better_E = best_fit(
-        torch.stack([before_E - error(torch.add(old_EOH, step_EOH, alpha=each)) for each in LENGTHS])
-    )
+    # inputs of the activation are linear in the rows
+    old_EMO, step_EMO = inputs(held_rows, old_EOH), held_rows.x_EMH @ step_EOH.mT
+    before_E = error(old_EMO)
+    gains = [before_E - error(torch.add(old_EMO, step_EMO, alpha=length)) for length in LENGTHS]
+    fit_E, better_E = best_fit(torch.stack(gains))
     better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
     length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E]
     new_EOH = torch.where(better_E[:, None, None], old_EOH + length_E[:, None, None] * step_EOH, old_EOH)
-    new_EHN = _solve_down([(each, activation(each, new_EOH)) for each in (fitted_rows, held_rows)], old_EHN)
+    new_EHN = _solve_down([(each, act(inputs(each, new_EOH))) for each in (fitted_rows, held_rows)], old_EHN)
     return Refit(new_EOH.to(rows_EOH.dtype), new_EHN.to(down_EHN.dtype), better_E)
 
 
@@ -146,26 +147,30 @@ def _gauss_newton_step(
     del h_EMO
     parts = slope_EMO.shape[2] // a_EMN.shape[2]
 
-    def forward(change_EOH: Tensor) -> Tensor:
-        change_EMN = (slope_EMO * (x_EMH @ change_EOH.mT)).unflatten(2, (parts, -1)).sum(2)
-        return weight_EM1 * (change_EMN @ columns_EHN.mT)
+    squared_EM1 = weight_EM1.square()
+    # J^T J needs of the columns only this
+    outputs_ENN = columns_EHN.mT @ columns_EHN
 
-    def backward(rows_EMH: Tensor) -> Tensor:
-        gradient_EMN = (weight_EM1 * rows_EMH) @ columns_EHN
-        return (slope_EMO * gradient_EMN.repeat(1, 1, parts)).mT @ x_EMH
+    def backward(gradient_EMN: Tensor) -> Tensor:
+        gradient_EMUN = slope_EMO.unflatten(2, (parts, -1)) * (squared_EM1 * gradient_EMN)[:, :, None]
+        return gradient_EMUN.flatten(2).mT @ x_EMH
+
+    def normal(change_EOH: Tensor) -> Tensor:
+        change_EMN = (slope_EMO * (x_EMH @ change_EOH.mT)).unflatten(2, (parts, -1)).sum(2)
+        return backward(change_EMN @ outputs_ENN)
 
     def squares(values_EOH: Tensor) -> Tensor:
         return values_EOH.square().sum((1, 2), keepdim=True)
 
-    residual_EOH = backward(weight_EM1 * (target_EMH - a_EMN @ columns_EHN.mT))
+    residual_EOH = backward((target_EMH - a_EMN @ columns_EHN.mT) @ columns_EHN)
     norms_EO = columns_EHN.square().sum(1).repeat(1, parts)
-    squares_EM1 = weight_EM1.square() * x_EMH.square().mean(-1, keepdim=True)
+    squares_EM1 = squared_EM1 * x_EMH.square().mean(-1, keepdim=True)
     diagonal_E11 = ((squares_EM1 * slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
     change_EOH, direction_EOH = torch.zeros_like(residual_EOH), residual_EOH
     square_E11 = squares(residual_EOH)
     going_E11 = torch.ones_like(square_E11, dtype=torch.bool)
     for _ in range(STEPS):
-        product_EOH = backward(forward(direction_EOH)) + DAMPING * diagonal_E11 * direction_EOH
+        product_EOH = normal(direction_EOH) + DAMPING * diagonal_E11 * direction_EOH
         curvature_E11 = (direction_EOH * product_EOH).sum((1, 2), keepdim=True)
         # an expert that arrived, or underflows, stays where it is
         going_E11 = going_E11 & (curvature_E11 > 0)
