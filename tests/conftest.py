@@ -25,6 +25,7 @@ LONGEST = [
     "serving/test_ranks.py",
     "serving/test_mutations.py",
     "serving/test_engine.py",
+    "serving/test_features.py",
     "serving/test_adapters.py",
     "serving/test_benchmark.py",
     "serving/kernels/test_machine_code.py",

@@ -53,8 +53,8 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
     down = projections(layers[0].mlps[0])["down_proj"]
     # the moments of output gradients of all layers in 32 bits, and the matrices of experts that are scored together
     needed = len(layers) * 4 * down.out_features**2 + MATRICES * 8 * min(experts, SCORED) * channels**2
-    device = get_execution_device(down)
-    assert isinstance(device, torch.device)
+    # weights can have been offloaded by the name of a device
+    device = torch.device(str(get_execution_device(down)))
     if device.type == "cpu":
         # the toolkit lets weights in host memory compute there
         device = get_main_device()

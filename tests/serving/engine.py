@@ -116,7 +116,7 @@ def prepare_process() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine import core
     from vllm.v1.sample import sampler
-    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker import gpu_model_runner, gpu_worker
 
     # a process for each model, which keeps CUDA out of this one, takes 15 s
     assert callable(registry._run_in_subprocess)
@@ -126,9 +126,13 @@ def prepare_process() -> None:
     # patch: tests-kernel-overrides
     CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
     CpuPlatform.register_triton_kernel_overrides()
-    # compiling these two operations takes each process three seconds
-    # patch: tests-compiled-sampler
-    sampler.batched_count_greater_than = unwrap(sampler.batched_count_greater_than)
+    # each process would compile these two operations, for three and fifteen seconds
+    # patch: tests-compiled-operations
+    for owner, name in (
+        (sampler, "batched_count_greater_than"),
+        (gpu_model_runner, "update_num_computed_tokens_for_batch_change"),
+    ):
+        setattr(owner, name, unwrap(getattr(owner, name)))
     # eight collections of garbage an engine look through all imported modules, too, unless these stay frozen
     gc.collect()
     gc.freeze()
