@@ -18,7 +18,7 @@ from llmcompressor.pipelines.sequential.pipeline import SequentialPipeline
 from benchmarks.whole_job.record import Recorder
 from moe_coverage_plugin import AlignmentModifier, CoverageModifier
 from moe_coverage_plugin.calibration import interactions, layerwise, layerwise_gradients, observation
-from moe_coverage_plugin.modifiers import attribution, channel_pruning, reconstruction_pass
+from moe_coverage_plugin.modifiers import channel_pruning, reconstruction_pass
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 SAVING, CHECKS, GRADIENTS, INTERACTIONS, PLAN = "saving", "checks", "gradient pass", "channel interactions", "plan"
@@ -26,8 +26,8 @@ RECONSTRUCTION = "reconstruction and quantization"
 # owner of a function, its name, and the phase that its calls are
 PHASES: tuple[tuple[Any, str, str], ...] = (
     (CompressionSession, "initialize", CHECKS),
-    (attribution, "observe_batches", GRADIENTS),
-    (attribution, "interaction_scores", INTERACTIONS),
+    (observation, "observe_batches", GRADIENTS),
+    (interactions, "interaction_scores", INTERACTIONS),
     (CoverageModifier, "on_calibration_end", PLAN),
     (AlignmentModifier, "on_calibration_end", "alignment"),
     (channel_pruning, "reconstruct_layers", RECONSTRUCTION),
@@ -72,9 +72,9 @@ def timed(recorder: Recorder, saves: bool) -> Iterator[None]:
         if saves:
             replace(ONESHOT, "post_process", _recorded(recorder.phase, SAVING))
         replace(SequentialPipeline, "__call__", _pipeline(recorder))
-        replace(layerwise, "tqdm", _counted(recorder))
-        replace(observation, "tqdm", _counted(recorder))
-        replace(layerwise_gradients, "tqdm", _counted(recorder))
+        replace(layerwise, "with_progress", _counted(recorder))
+        replace(observation, "with_progress", _counted(recorder))
+        replace(layerwise_gradients, "with_progress", _counted(recorder))
         for modifier in (REAPPruningModifier, GPTQModifier):
             replace(modifier, "on_sequential_epoch_end", _layers(recorder))
         yield
@@ -110,11 +110,11 @@ def _pipeline(recorder: Recorder) -> Callable[[Callable[..., Any]], Any]:
 def _counted(recorder: Recorder) -> Callable[[Callable[..., Any]], Any]:
     """Report the progress of a loop that shows it."""
 
-    def make(tqdm: Callable[..., Any]) -> Callable[..., Any]:
-        def iterate(values: Any, **options: Any) -> Iterator[Any]:
+    def make(with_progress: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(values: Any, title: str, **options: Any) -> Iterator[Any]:
             first = options.get("initial", 0)
             count = first + len(values)
-            for done, value in enumerate(tqdm(values, **options), start=first):
+            for done, value in enumerate(with_progress(values, title, **options), start=first):
                 recorder.progress(done, count)
                 yield value
             recorder.progress(count, count)

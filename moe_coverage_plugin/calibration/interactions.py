@@ -19,6 +19,8 @@ from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
 
+# of the pass, and its cost in forward passes over the calibration set
+TITLE, COST = "Channel interactions", 2.0
 # experts that are scored together: each step of obs takes a few small products, which one more expert hardly slows
 SCORED = 64
 # name of what is kept of a layer, before the name of the layer
@@ -58,7 +60,7 @@ def interaction_scores(
             if progress is not None:
                 progress.save(f"{SCORES}.{layer.name}", {"scores_EI": scores[layer.name]})
 
-    visit_layers(model, layers, batches, score, "Channel interactions")
+    visit_layers(model, layers, batches, score, TITLE)
     return torch.stack([scores[layer.name] for layer in layers])
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from llmcompressor.utils.helpers import disable_cache, eval_context
 from torch import Tensor
 from torch.nn import Module
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import sum_over_ranks
+from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.next_token import check_loss, next_token_loss
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import grouped_experts
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
+
+# of the pass
+TITLE = "Layer importance"
 
 
 @torch.no_grad()
@@ -41,7 +44,6 @@ def layer_loss_rise(
     Raises:
         CoverageError: the loss is not finite.
     """
-    progress = tqdm(total=(len(layers) + 1) * len(batches), desc="Layer importance")
 
     def mean_loss() -> Tensor:
         sums = {"loss": torch.zeros((), dtype=torch.float64), "tokens": torch.zeros((), dtype=torch.float64)}
@@ -49,23 +51,21 @@ def layer_loss_rise(
             batch_loss, batch_tokens = next_token_loss(model, batch)
             sums["loss"] += batch_loss.cpu()
             sums["tokens"] += batch_tokens
-            progress.update()
         sums = sum_over_ranks(sums)
         # after the exchange, so that all ranks raise together and none waits for another
         check_loss(sums["loss"])
         return sums["loss"] / sums["tokens"].clamp(min=1)
 
     with ExitStack() as stack:
-        for context in (progress, fast_compute_dtype(model), disable_cache(model), eval_context(model)):
+        for context in (fast_compute_dtype(model), disable_cache(model), eval_context(model)):
             stack.enter_context(context)
         for layer in layers:
             stack.enter_context(grouped_experts(layer, observe=None, real_tokens=lambda _tokens: None))
-        base = mean_loss()
-        scaled = []
-        for layer in layers:
-            with _scaled_output(layer.moe, 1.0 - noise):
-                scaled.append(mean_loss())
-    return torch.stack(scaled) - base
+        losses = []
+        for layer in with_progress([None, *layers], TITLE, total=len(layers) + 1, unit="layer"):
+            with nullcontext() if layer is None else _scaled_output(layer.moe, 1.0 - noise):
+                losses.append(mean_loss())
+    return torch.stack(losses[1:]) - losses[0]
 
 
 @contextmanager

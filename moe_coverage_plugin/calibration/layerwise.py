@@ -17,11 +17,11 @@ from llmcompressor.utils.helpers import disable_cache, disable_lm_head, eval_con
 from loguru import logger
 from torch import Tensor
 from torch.nn import Module
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.decoder_chain import Calls, DecoderChain, few_tokens
 from moe_coverage_plugin.calibration.hidden_states import moved_state
+from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.observation import Batch, decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
@@ -158,7 +158,7 @@ def visit_layers(
                 "free GPU memory"
             )
         with LoadedLayers(states.decoder_layers) as loaded:
-            for decoder_layer in tqdm(loaded, desc=title, unit="layer"):
+            for decoder_layer in with_progress(loaded, title, total=len(loaded), unit="layer"):
                 inside = {id(module) for module in decoder_layer.modules()}
                 step = DecoderStep(decoder_layer, [layer for layer in layers if id(layer.moe) in inside], states)
                 visit(step)

@@ -17,11 +17,11 @@ from llmcompressor.utils.helpers import disable_lm_head
 from loguru import logger
 from torch import Tensor
 from torch.nn import Module
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.decoder_chain import Batch, Calls, DecoderChain
 from moe_coverage_plugin.calibration.hidden_states import moved_state
+from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.next_token import LossGradient
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.loaded_layers import LoadedLayers
@@ -80,7 +80,7 @@ def observe_groups(
         logger.info(f"Weights are offloaded: {len(batches)} batches pass the decoder layers in {len(groups)} groups")
     order = chain.layers if loss_of is None else [*chain.layers, *reversed(chain.layers)]
     with LoadedLayers(order * len(groups)) as loaded:
-        layers = iter(tqdm(loaded, desc=title, unit="layer"))
+        layers = iter(with_progress(loaded, title, total=len(loaded), unit="layer"))
         for batches_of_group in groups:
             group = _Group(model, chain, batches_of_group, observer, keeps_inputs=loss_of is not None)
             for _ in range(depth):

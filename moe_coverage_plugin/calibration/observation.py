@@ -23,11 +23,11 @@ from loguru import logger
 from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.decoder_chain import Batch, DecoderChain, few_tokens
 from moe_coverage_plugin.calibration.gradients import GradientObserver
+from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.kept_sums import KeptSums
 from moe_coverage_plugin.calibration.layerwise_gradients import GroupObserver, observe_groups
 from moe_coverage_plugin.calibration.next_token import (
@@ -46,6 +46,9 @@ from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_ex
 from moe_coverage_plugin.modeling.loaded_layers import is_offloaded
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
 from moe_coverage_plugin.options.pruning import Labels
+
+# titles of the pass
+GRADIENTS, OBSERVING = "Gradient pass", "Observing"
 
 
 # patch: own-pass
@@ -88,7 +91,7 @@ def observe_batches(
             stack.enter_context(grouped_experts(observer.layer, show, padding.real_tokens))
             handle = observer.layer.moe.register_forward_hook(_without_grad(observer.on_output))
             stack.callback(handle.remove)
-        title, left = "Gradient pass" if gradients else "Observing", batches[kept.batches :]
+        title, left = GRADIENTS if gradients else OBSERVING, batches[kept.batches :]
         if gradients:
             stack.enter_context(_frozen(model))
         if chain is not None:
@@ -97,7 +100,7 @@ def observe_batches(
             observe_groups(model, chain, left, shown, loss_of, title)
         else:
             stack.enter_context(_checkpointed(model, layers) if gradients else disable_lm_head(model))
-            for batch in tqdm(left, desc=title, initial=kept.batches, total=len(batches)):
+            for batch in with_progress(left, title, total=len(batches), initial=kept.batches, unit="batch"):
                 padding.enter(batch)
                 tokens = run(model, batch)
                 for observer in observers:

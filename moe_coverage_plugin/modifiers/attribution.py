@@ -17,16 +17,13 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_coverage_plugin.calibration import interactions, layer_loss, observation
 from moe_coverage_plugin.calibration.calibration_set import check_batches, data_hash
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.gathering import attribution_scores, channel_scores, gather_sums
 from moe_coverage_plugin.calibration.gradients import GradientObserver
-from moe_coverage_plugin.calibration.interactions import SCORES as INTERACTIONS
-from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.kept_sums import SUMS
-from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.layerwise import check_layers
-from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.calibration.provenance import (
     check_scores,
@@ -54,6 +51,7 @@ from moe_coverage_plugin.modifiers.float32_passes import choose_dtype_of_passes
 from moe_coverage_plugin.modifiers.kept_layers import KEPT_LAYERS
 from moe_coverage_plugin.modifiers.oneshot_run import prepare, recipe_around, refuse_shared_pass
 from moe_coverage_plugin.modifiers.resumption import run_progress
+from moe_coverage_plugin.modifiers.run_bar import run_bar
 from moe_coverage_plugin.options import AttributionOptions
 
 # name of the measured scores in the progress of a run
@@ -175,7 +173,7 @@ class AttributionModifier(AttributionOptions, Modifier):
             self._provenance["calibration_text"] = text
         progress = run_progress(state.model, batches)
         # a pass before this one enables the quantizers that follow, which are not calibrated yet
-        with DisableQuantization(state.model), fast_compute_dtype(state.model):
+        with DisableQuantization(state.model), fast_compute_dtype(state.model), run_bar(len(batches)):
             if self.channel_metric == "obs" or self._reconstructs:
                 check_layers(state.model, self._layers, batches)
             self._measured = self._measure(state.model, batches, progress)
@@ -204,6 +202,18 @@ class AttributionModifier(AttributionOptions, Modifier):
         unmark_causal_attention(state.model)
         return True
 
+    def passes(self, batches: int) -> dict[str, float]:
+        """Return the costs of the passes (see :func:`~moe_coverage_plugin.modifiers.run_bar.run_bar`)."""
+        if self.scores is not None:
+            return {}
+        # with gradients, layers compute twice, and the backward pass costs two forward passes
+        costs = {observation.GRADIENTS: 4.0} if self.uses_gradients else {observation.OBSERVING: 1.0}
+        if self.channel_metric == "obs":
+            costs[interactions.TITLE] = interactions.COST
+        if self.layer_noise is not None:
+            costs[layer_loss.TITLE] = (len(self._layers) + 1) * min(self.layer_batches, batches) / batches
+        return costs
+
     def _take_scores(self, path: str) -> None:
         self._measured, self._provenance = load_scores(path)
         check_scores(path, self._measured, self._provenance, self._layers)
@@ -228,20 +238,22 @@ class AttributionModifier(AttributionOptions, Modifier):
             return measured
         observers = [LayerObserver(layer, self.channel_metric, self.ema) for layer in self._layers]
         gradients = [GradientObserver(layer, self.channel_metric) for layer in self._layers if self.uses_gradients]
-        observe_batches(model, batches, observers, gradients, self.labels, progress)
+        observation.observe_batches(model, batches, observers, gradients, self.labels, progress)
         sums_L = gather_sums(observers, gradients)
         if self.channel_metric == "obs":
-            channels_LEI = interaction_scores(model, self._layers, batches, sums_L, progress)
+            channels_LEI = interactions.interaction_scores(model, self._layers, batches, sums_L, progress)
         else:
             channels_LEI = channel_scores(observers, gradients, sums_L)
         layer_loss_L = None
         if self.layer_noise is not None:
-            layer_loss_L = layer_loss_rise(model, self._layers, batches[: self.layer_batches], self.layer_noise)
+            layer_loss_L = layer_loss.layer_loss_rise(
+                model, self._layers, batches[: self.layer_batches], self.layer_noise
+            )
         measured = attribution_scores(observers, sums_L, channels_LEI, layer_loss_L)
         if progress is not None:
             save_scores(progress.place(SCORES), measured, self._provenance)
             # what they were computed from, and what was computed from earlier ones
-            progress.drop(SUMS, INTERACTIONS, KEPT_LAYERS)
+            progress.drop(SUMS, interactions.SCORES, KEPT_LAYERS)
         return measured
 
     def _describe(self, model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Any]:

@@ -38,8 +38,9 @@ from moe_coverage_plugin.modifiers.plan import PlanModifier, WidthPlan, routing_
 from moe_coverage_plugin.modifiers.pruning_checks import check_routers, refuse_neighbours
 from moe_coverage_plugin.modifiers.pruning_record import pruning_record
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-from moe_coverage_plugin.modifiers.reconstruction_pass import reconstruct_layers
+from moe_coverage_plugin.modifiers.reconstruction_pass import COST, COST_WITH_QUANTIZER, TITLE, reconstruct_layers
 from moe_coverage_plugin.modifiers.resumption import run_progress
+from moe_coverage_plugin.modifiers.run_bar import run_bar
 from moe_coverage_plugin.options import ChannelPruningOptions
 
 
@@ -107,6 +108,7 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             check_batches(state.data.calib)
             if after and isinstance(after[0], LayerwiseGPTQModifier):
                 self._quantizer = after[0]
+                self._quantizer.join_reconstruction()
         ours = [other for other in (*before, self) if is_ours(other)]
         self._recipe = [{type(other).__name__: other.model_dump(exclude=set(Modifier.model_fields))} for other in ours]
         return True
@@ -121,7 +123,7 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             with torch.random.fork_rng(devices=[]):
                 batches = list(state.data.calib)
             # quantizers that follow are not calibrated yet
-            with DisableQuantization(state.model):
+            with DisableQuantization(state.model), run_bar(len(batches)):
                 reconstruct_layers(
                     state.model,
                     layers,
@@ -132,8 +134,6 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
                     quantizer=self._quantizer,
                     progress=run_progress(state.model, batches),
                 )
-            if self._quantizer is not None:
-                self._quantizer.mark_done()
         else:
             for layer in layers:
                 prune_layer(layer, self._kept.pop(layer.name), self._padded_width)
@@ -146,6 +146,12 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
             f"Removed {total - kept} of {total} expert channels and {int((self._widths_LE == 0).sum())} experts: "
             f"{self._bytes_before / 2**20:.1f} MiB of weights became {model_bytes(state.model) / 2**20:.1f}"
         )
+
+    def passes(self, batches: int) -> dict[str, float]:
+        """Return the costs of the pass (see :func:`~moe_coverage_plugin.modifiers.run_bar.run_bar`)."""
+        if not self.reconstruct:
+            return {}
+        return {TITLE: COST if self._quantizer is None else COST_WITH_QUANTIZER}
 
     def _kept_share(self, after: Sequence[Modifier]) -> float:
         """Return the share of the experts' weights that passes layer by layer keep as the progress of the run."""

@@ -37,10 +37,13 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, fi
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.oneshot_run import prepare
 from moe_coverage_plugin.modifiers.resumption import run_progress
+from moe_coverage_plugin.modifiers.run_bar import run_bar
 from moe_coverage_plugin.modifiers.shared_inputs import QUANTIZED, InputSums, hessian, stacked
 
 # of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero
 FLOOR = 1e-9
+# of the pass, and its cost in forward passes over the calibration set
+TITLE, COST = "Quantization", 3.0
 
 
 class LayerwiseGPTQModifier(GPTQModifier):
@@ -71,7 +74,8 @@ class LayerwiseGPTQModifier(GPTQModifier):
     # it makes its own pass over the data, so the toolkit need not
     requires_calibration_data: bool = False
 
-    _done: bool = PrivateAttr(default=False)
+    # whether the reconstruction before it quantizes each layer
+    _joined: bool = PrivateAttr(default=False)
     # of the decoder layer that is observed now: linear layers of experts, Hessian matrices of the others
     _experts: set[Module] = PrivateAttr(default_factory=set)
     _others: InputSums = PrivateAttr(default_factory=InputSums)
@@ -93,16 +97,15 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Quantize, unless a reconstruction has done so, and freeze scales and zero points."""
-        if not self._done:
+        if not self._joined:
             assert state.data.calib is not None
             with torch.random.fork_rng(devices=[]):
                 batches = list(state.data.calib)
             layers = find_moe_layers(state.model)
             plan = [repr(layer.widths).encode() for layer in layers]
-            kept = KeptLayers(run_progress(state.model, batches), "Quantization", batches, plan)
-            with DisableQuantization(state.model):
-                visit_layers(state.model, layers, batches, partial(self._visit, kept), "Quantization")
-            self._done = True
+            kept = KeptLayers(run_progress(state.model, batches), TITLE, batches, plan)
+            with DisableQuantization(state.model), run_bar(len(batches)):
+                visit_layers(state.model, layers, batches, partial(self._visit, kept), TITLE)
         QuantizationMixin.end_calibration(self, state.model)
 
     def _visit(self, kept: KeptLayers, step: DecoderStep) -> None:
@@ -126,9 +129,13 @@ class LayerwiseGPTQModifier(GPTQModifier):
         for module in self.quantized(step):
             freeze_module_quantization(module)
 
-    def mark_done(self) -> None:
-        """Tell that all layers were quantized in the pass of another modifier."""
-        self._done = True
+    def join_reconstruction(self) -> None:
+        """Leave all layers to the pass of the reconstruction, when the recipe initializes."""
+        self._joined = True
+
+    def passes(self, batches: int) -> dict[str, float]:
+        """Return the costs of the pass (see :func:`~moe_coverage_plugin.modifiers.run_bar.run_bar`)."""
+        return {} if self._joined else {TITLE: COST}
 
     @contextmanager
     def watched(self, step: DecoderStep) -> Iterator[bool]:

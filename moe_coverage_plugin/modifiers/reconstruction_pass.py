@@ -29,6 +29,8 @@ from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, p
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
+# of the pass, and its cost in forward passes over the calibration set
+TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
 # tokens of each expert that a refit of gate_proj and up_proj uses
 TOKENS = 4096
 # experts that are refitted together: their tokens and outputs in float32 are larger than their matrices
@@ -61,7 +63,7 @@ def reconstruct_layers(
     """
     channels = [kept_N.numpy().tobytes() for layer in layers for kept_N in kept[layer.name]]
     plan = repr((list(kept), [list(map(len, kept_E)) for kept_E in kept.values()], padded_width, full))
-    finished = KeptLayers(progress, "Reconstruction", batches, [plan.encode(), *channels])
+    finished = KeptLayers(progress, TITLE, batches, [plan.encode(), *channels])
     # experts are removed before the pass, so that their tokens are already routed to the kept experts
     for layer in layers:
         for index, kept_N in enumerate(kept[layer.name]):
@@ -70,7 +72,7 @@ def reconstruct_layers(
         mask_router(layer)
     reconstruction = _Reconstruction(kept, padded_width, full, quantizer, finished)
     visited = layers if quantizer is None else find_moe_layers(model)
-    visit_layers(model, visited, batches, reconstruction.visit, "Reconstruction")
+    visit_layers(model, visited, batches, reconstruction.visit, TITLE)
     reconstruction.report()
 
 

@@ -20,6 +20,7 @@ from moe_coverage_plugin.files.progress import Progress, progress_directory, rem
 from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from moe_coverage_plugin.modifiers.oneshot_run import recipe_of, running_oneshot
+from moe_coverage_plugin.modifiers.run_bar import close_bar
 
 _progress: WeakKeyDictionary[Oneshot, Progress] = WeakKeyDictionary()
 
@@ -66,6 +67,7 @@ def end_progress_with_runs() -> None:
                 # that of a run with another number of ranks, or of text only
                 remove_progress(progress_directory(self.output_dir))
         finally:
+            close_bar(self)
             if self in _progress:
                 _progress.pop(self).close()
 

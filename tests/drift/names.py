@@ -123,10 +123,20 @@ NOT_INSTANTIATED = {f"{OURS}.serving.unavailable_config.UnavailableConfig"}
 
 # public methods of our classes that override nothing of theirs
 OWN_METHODS = {
+    f"{OURS}.modifiers.attribution.AttributionModifier.passes",
+    f"{OURS}.modifiers.channel_pruning.ChannelPruningModifier.passes",
     f"{OURS}.modifiers.coverage.CoverageModifier.check_budget",
     *(
         f"{OURS}.modifiers.layerwise_gptq.LayerwiseGPTQModifier.{name}"
-        for name in ("quantized", "freeze", "mark_done", "watched", "quantize_others", "quantize_experts")
+        for name in (
+            "quantized",
+            "freeze",
+            "join_reconstruction",
+            "passes",
+            "watched",
+            "quantize_others",
+            "quantize_experts",
+        )
     ),
 }
 
