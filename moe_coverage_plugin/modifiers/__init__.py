@@ -8,6 +8,7 @@ from moe_coverage_plugin.modifiers.attribution import AttributionModifier
 from moe_coverage_plugin.modifiers.channel_pruning import ChannelPruningModifier
 from moe_coverage_plugin.modifiers.coverage import CoverageModifier
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
+from moe_coverage_plugin.modifiers.log_level import define_metric_level
 from moe_coverage_plugin.modifiers.oneshot_run import accept_loaded_models
 from moe_coverage_plugin.modifiers.recommended import recommended_recipe
 from moe_coverage_plugin.modifiers.resumption import end_progress_with_runs
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 accept_loaded_models()
+define_metric_level()
 end_progress_with_runs()
 for _modifier in (
     AttributionModifier,
