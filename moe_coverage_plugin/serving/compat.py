@@ -8,7 +8,8 @@ each one looks for a feature, which its docstring names. Lines marked ``# patch:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
 from inspect import getsource
@@ -19,6 +20,7 @@ from vllm import _custom_ops as ops  # loads the operators that are looked up be
 from vllm import envs
 from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEConfig,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 VLLM_CPU_INT8_OPERATOR = "onednn_scaled_mm"
 TRACKING = "enable_weights_track"
+DRAFT_PREFIX = "draft_model."
 NO_ONE_WIDTH = -1
 """Expert width on each rank if experts have no width in common; a method that allocates by it stops at once."""
 
@@ -219,6 +222,50 @@ def wants_batch_invariance() -> bool:
     The same in 0.26 and 0.32.
     """
     return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def gathers_tokens(moe: FusedMoEConfig) -> bool:
+    """Return whether vLLM's runner gives a layer the tokens of several ranks, because our method does not fetch them.
+
+    Decided by the sizes of groups that share tokens; a release may lack the one that splits prompts.
+    """
+    parallel = moe.moe_parallel_config
+    return parallel.dp_size > 1 or getattr(parallel, "pcp_size", 1) > 1
+
+
+@contextmanager
+def without_short_padding_mask(tokens: int) -> Iterator[None]:
+    """Hide vLLM's mask of padded tokens in this context if it is shorter than the tokens that are routed.
+
+    The mask has this rank's tokens only, but the runner gathers those of all ranks before it routes. Routers for
+    experts without groups stop then. Routers for groups stop, too, except on an idle rank: its mask of one token is
+    broadcast, and no token of any rank gets an expert. Seen in 0.32. Decided by the attribute ``is_padding``, which
+    earlier releases lack.
+
+    Args:
+        tokens: number of tokens that are routed.
+    """
+    context: Any = get_forward_context() if is_forward_context_available() else None
+    is_padding_T = getattr(context, "is_padding", None)
+    if is_padding_T is None or len(is_padding_T) >= tokens:
+        yield
+        return
+    # patch: padding-of-one-rank
+    context.is_padding = None
+    try:
+        yield
+    finally:
+        context.is_padding = is_padding_T
+
+
+def name_in_checkpoint(prefix: str) -> str:
+    """Return the name that a module's own model gives to it, which vLLM extends for a draft model.
+
+    Ignore lists and targets of a checkpoint would not match the extended name, so vLLM would build layers quantized
+    whose weights are not. Seen in 0.32. Decided by the prefix.
+    """
+    # patch: draft-prefix
+    return prefix.removeprefix(DRAFT_PREFIX)
 
 
 def complete_cpu_router(router: Any) -> None:

@@ -155,6 +155,7 @@ class CoverageConfig(CompressedTensorsConfig):
         Raises:
             CoverageError: the manifest lacks a layer with experts, or this build cannot compute a linear layer.
         """
+        prefix = compat.name_in_checkpoint(prefix)
         if isinstance(layer, RoutedExperts) and self.schemes:
             name = self._manifest_name(prefix)
             if name in self.schemes:

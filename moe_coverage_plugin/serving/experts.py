@@ -16,7 +16,7 @@ from moe_coverage_plugin.serving import compat
 from moe_coverage_plugin.serving.parallel_options import check_balancing
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS, ragged_moe
 from moe_coverage_plugin.serving.ragged_weights import IDS_DTYPE
-from moe_coverage_plugin.serving.router import check_mask, mask_router
+from moe_coverage_plugin.serving.router import check_mask, mask_router, route_gathered_tokens
 from moe_coverage_plugin.serving.storage import ExpertStorage
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         self.widths_E = widths_E
         self.scheme = scheme
         self.holders_E = holders_E
-        self.router_masked = False
+        self.router_prepared = False
         self.kernels: Callable[..., torch.Tensor] | None = None
 
     def create_weights(
@@ -140,12 +140,16 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         removed = [expert for expert, width in enumerate(self.widths_E) if width == 0]
         router = self._runners[self.layer_name].router
         compat.complete_cpu_router(router)
-        if not removed or self.router_masked:
+        # methods that are replaced stay so when weights are loaded again
+        if self.router_prepared:
             return
-        mask_router(router, removed, len(self.widths_E), device)
-        self.router_masked = True
+        if compat.gathers_tokens(self.moe):
+            route_gathered_tokens(router)
+        if removed:
+            mask_router(router, removed, len(self.widths_E), device)
+        self.router_prepared = True
         # random correction biases may prefer removed experts
-        if self._reads_checkpoint:
+        if removed and self._reads_checkpoint:
             dtypes = self.moe.in_dtype, compat.router_logits_dtype(self.moe)
             check_mask(router, removed, len(self.widths_E), self.storage.local.hidden, device, *dtypes)
 

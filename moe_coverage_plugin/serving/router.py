@@ -1,13 +1,14 @@
-"""Keeps routers away from removed experts."""
+"""Keeps routers away from removed experts, and from a mask of other tokens than those that they route."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.serving import compat
 
 PROBE_TOKENS = 64
 # higher than any other logit of the probe: a router that ignores the mask selects removed experts first
@@ -40,15 +41,49 @@ def mask_router(router: Any, removed: Sequence[int], num_experts: int, device: t
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return select_experts(hidden_states, router_logits.masked_fill(removed_E, -torch.inf), *args, **kwargs)
 
-    try:
-        # patch: router-mask
-        router.select_experts = select_kept_experts
-    except AttributeError as error:
+    # patch: router-mask
+    if not _replace_method(router, select_kept_experts):
         raise CoverageError(
             f"{type(router).__name__} of this vLLM does not let its method select_experts be replaced, which keeps "
             "tokens from removed experts: serve with another release of vLLM, or prune again with layout='padded', "
             "which removes none"
-        ) from error
+        )
+
+
+def route_gathered_tokens(router: Any) -> None:
+    """Replace ``router.select_experts`` by one that routes the tokens of all ranks without a mask of one rank's.
+
+    Padded tokens are computed then. They cost time and change no output.
+
+    Args:
+        router: vLLM's router of one MoE layer.
+
+    Raises:
+        CoverageError: the method of this router cannot be replaced.
+    """
+    select_experts = router.select_experts
+
+    def select_for_all_ranks(
+        hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with compat.without_short_padding_mask(len(hidden_states)):
+            return select_experts(hidden_states, router_logits, *args, **kwargs)
+
+    # patch: padding-of-one-rank
+    if not _replace_method(router, select_for_all_ranks) or router.select_experts is not select_for_all_ranks:
+        raise CoverageError(
+            f"{type(router).__name__} of this vLLM does not let its method select_experts be replaced, without which "
+            "tokens of data-parallel ranks are masked wrongly: serve with --tensor-parallel-size, or with another "
+            "release of vLLM"
+        )
+
+
+def _replace_method(router: Any, method: Callable[..., Any]) -> bool:
+    try:
+        router.select_experts = method
+    except AttributeError:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -84,6 +84,12 @@ STAND_INS = {
             "assigned to a router",
         ),
         StandIn(
+            f"{OURS}.serving.router.route_gathered_tokens.select_for_all_ranks",
+            f"{FUSED_MOE}.FusedMoERouter.select_experts",
+            0,
+            "assigned to a router",
+        ),
+        StandIn(
             f"{OURS}.serving.compat._followed_by.verify_and_update_config",
             "vllm.model_executor.models.config.VerifyAndUpdateConfig.verify_and_update_config",
             0,

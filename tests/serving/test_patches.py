@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from inspect import getsource
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,13 +17,22 @@ from vllm.distributed.device_communicators import cpu_communicator
 from vllm.lora import model_manager, utils
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.fused_moe.router import router_factory
+from vllm.model_executor.layers.fused_moe.router import (
+    fused_topk_bias_router,
+    fused_topk_router,
+    grouped_topk_router,
+    router_factory,
+)
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.spec_decode import draft_model
 from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
 
 from moe_coverage_plugin.serving import compat
 from tests.serving.test_ranks import description
@@ -39,6 +49,28 @@ WITHOUT_VNNI = pytest.mark.skipif(
 def test_routers_take_no_list_of_removed_experts() -> None:
     parameters = inspect.signature(router_factory.create_fused_moe_router).parameters
     assert not [name for name in parameters if "prune" in name or "removed" in name or "mask" in name]
+
+
+@pytest.mark.parametrize("router", [fused_topk_router, fused_topk_bias_router, grouped_topk_router])
+def test_routers_mask_gathered_tokens_by_the_padding_of_one_rank(router: ModuleType) -> None:
+    """vLLM's runner gathers hidden states and router logits before it routes, and nothing else."""
+    assert "get_forward_context().is_padding\n" in getsource(router)
+    assert "is_padding" not in getsource(moe_runner)
+
+
+def test_names_of_draft_models_are_longer_than_those_of_their_checkpoints() -> None:
+    """Of stock checkpoints as well: a layer in the ignore list is built quantized."""
+    assert all('prefix="draft_model"' in getsource(module) for module in (draft_model, speculator))
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
+    name = "model.layers.0.mlp.gate"
+    config = CompressedTensorsConfig.from_config(
+        {"format": "pack-quantized", "config_groups": {"group_0": group}, "ignore": [name]}
+    )
+    linear = torch.nn.Linear(1, 1)
+    assert config.get_scheme_dict(linear, name) is None
+    assert config.get_scheme_dict(linear, f"draft_model.{name}") is not None
+    assert config.get_scheme_dict(linear, compat.name_in_checkpoint(f"draft_model.{name}")) is None
 
 
 def test_layers_assert_that_ranks_divide_one_width() -> None:

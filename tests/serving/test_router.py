@@ -1,16 +1,23 @@
-"""Removed experts are never selected by vLLM's own routers, and a router that ignores the mask is found."""
+"""Removed experts are never selected by vLLM's own routers, and a router that ignores the mask is found.
+
+Tokens of all ranks are routed without the mask of padded tokens that one rank has.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.serving.compat import complete_cpu_router
-from moe_coverage_plugin.serving.router import check_mask, mask_router
+from moe_coverage_plugin.serving.router import check_mask, mask_router, route_gathered_tokens
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 200
 REMOVED = [0, 3, 6]
@@ -21,7 +28,7 @@ def check(router: Any, dtype: torch.dtype = torch.float32) -> None:
     check_mask(router, REMOVED, EXPERTS, 4, torch.device("cpu"), dtype, dtype)
 
 
-def route(router: CPURouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def route(router: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return router.select_experts(hidden_states=torch.zeros(len(logits), 4), router_logits=logits)
 
 
@@ -181,3 +188,76 @@ def test_the_check_compiles_nothing() -> None:
 def test_a_router_whose_method_cannot_be_replaced() -> None:
     with pytest.raises(CoverageError, match=r"CompiledRouter of this vLLM does not let its method .* layout='padded'"):
         mask_router(CompiledRouter(TOP_K, EXPERTS), REMOVED, EXPERTS, torch.device("cpu"))
+
+
+def context(is_padding: list[bool]) -> ForwardContext:
+    """vLLM's description of a pass on one rank."""
+    return ForwardContext({}, {}, {}, is_padding=torch.tensor(is_padding))
+
+
+def grouped_router(**options: Any) -> GroupedTopKRouter:
+    return GroupedTopKRouter(TOP_K, EXPERTS, num_expert_group=2, topk_group=1, skip_padding=True, **options)
+
+
+@pytest.mark.parametrize("is_padding", [[False, False, True], [True]])
+def test_gathered_tokens_are_routed_without_the_mask_of_one_rank(is_padding: list[bool]) -> None:
+    """The mask of an idle rank has one token, which would be broadcast to the tokens of all ranks."""
+    router = grouped_router()
+    logits = torch.randn(8, EXPERTS)
+    with torch.compiler.set_stance("force_eager"):
+        expected = route(router, logits)
+        route_gathered_tokens(router)
+        one_rank = context(is_padding)
+        with override_forward_context(one_rank):
+            found = route(router, logits)
+            assert get_forward_context().is_padding is one_rank.is_padding is not None
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_padding_of_tokens_that_are_not_gathered_gets_no_expert() -> None:
+    router = grouped_router()
+    route_gathered_tokens(router)
+    with torch.compiler.set_stance("force_eager"), override_forward_context(context([False, True, True])):
+        _, ids = route(router, torch.randn(3, EXPERTS))
+    assert (ids == -1).all(-1).tolist() == [False, True, True]
+
+
+def test_the_mask_returns_after_an_error() -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    router = SimpleNamespace(select_experts=stop)
+    route_gathered_tokens(router)
+    with override_forward_context(context([True])):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            route(router, torch.randn(8, EXPERTS))
+        assert get_forward_context().is_padding is not None
+
+
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_the_operator_of_softmax_scores_gets_no_mask_that_is_too_short(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """It stops at one; it has no version for CPUs, so what it is called with is recorded."""
+    masks: list[torch.Tensor | None] = []
+
+    def topk_softmax(*_: Any, is_padding: torch.Tensor | None) -> None:
+        masks.append(is_padding)
+
+    monkeypatch.setattr("vllm._custom_ops.topk_softmax", topk_softmax)
+    router = FusedTopKRouter(TOP_K, EXPERTS)
+    route_gathered_tokens(router)
+    mask_router(router, REMOVED, EXPERTS, torch.device("cpu"))
+    with override_forward_context(context([False, False, True])):
+        route(router, torch.randn(tokens, EXPERTS))
+    [mask] = masks
+    assert (mask is None) == (tokens > 3)
+    assert mask is None or mask.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", [PropertyRouter, CompiledRouter])
+def test_a_router_that_would_mask_tokens_of_other_ranks(kind: type[CPURouter]) -> None:
+    with pytest.raises(
+        CoverageError, match=rf"{kind.__name__} of this vLLM .* are masked wrongly: serve with --tensor"
+    ):
+        route_gathered_tokens(kind(TOP_K, EXPERTS))
