@@ -35,15 +35,24 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
-def section(record: dict[str, Any]) -> str:
-    """Settings, figures of every variant, and their ratios as Markdown."""
-    shape, request, environment = record["shape"], record["request"], record["environment"]
-    measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
-    head = [
-        f"Card: {environment['card']}{_ranks(request)}.",
+def machine(record: dict[str, Any]) -> list[str]:
+    """Card, versions, command and seed of a record."""
+    environment = record["environment"]
+    return [
+        f"Card: {environment['card']}{_ranks(record['request'])}.",
         f"Versions: {', '.join(f'{package} {version}' for package, version in environment['versions'].items())}.",
         f"Command: `{record['command']}`",
         f"Seed: {record['seed']}.",
+    ]
+
+
+def section(record: dict[str, Any]) -> str:
+    """Settings, figures of every variant, and their ratios as Markdown."""
+    shape, request = record["shape"], record["request"]
+    measured = {name: figures for name, figures in record["variants"].items() if "error" not in figures}
+    head = [
+        *machine(record),
+        *(["Bytes are those of the rank with most bytes."] if request["tensor_parallel_size"] > 1 else []),
         f"Shape: {shape['num_hidden_layers']} layers of {shape['num_experts']} experts with "
         f"{shape['moe_intermediate_size']} channels before pruning, hidden size {shape['hidden_size']}, "
         f"{shape['num_experts_per_tok']} experts per token.",
@@ -64,7 +73,7 @@ def _ranks(request: dict[str, Any]) -> str:
         return ""
     # measured files of the first releases do not have the option
     experts = ", each with entire experts (expert parallelism)" if request.get("enable_expert_parallel") else ""
-    return f", tensor parallelism over {count} of them{experts}; bytes are those of the rank with most bytes"
+    return f", tensor parallelism over {count} of them{experts}"
 
 
 def _shown(figures: Figures) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markers import markers, write_between
+from benchmarks.serving.render import machine
 from benchmarks.soak.figures import Figures
 from benchmarks.soak.traffic import ABORTED, KINDS, LOGPROBS, PREFIXES, PROMPT_LOGPROBS, SEVERAL, WITH_PREFIX
 
@@ -37,17 +38,10 @@ def section(record: dict[str, Any]) -> str:
     """Settings, and the figures of every checkpoint, as Markdown."""
     from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not in vLLM's environment
 
-    request, environment, shape = record["request"], record["environment"], record["shape"]
+    request, shape = record["request"], record["shape"]
     measured = {name: figures for name, figures in record["checkpoints"].items() if "error" not in figures}
-    ranks, experts = request["tensor_parallel_size"], request["enable_expert_parallel"]
     head = [
-        f"Card: {environment['card']}"
-        + (f", tensor parallelism over {ranks} of them" if ranks > 1 else "")
-        + (" with entire experts on each (expert parallelism)" if experts else "")
-        + ".",
-        f"Versions: {', '.join(f'{package} {version}' for package, version in environment['versions'].items())}.",
-        f"Command: `{record['command']}`",
-        f"Seed: {record['seed']}.",
+        *machine(record),
         *([f"Shape: {shape['num_hidden_layers']} layers of {shape['num_experts']} experts."] if shape else []),
         f"Load: {request['at_once']} requests at any moment for {request['minutes']:g} minutes. "
         f"Of {sum(KINDS.values())}, {', '.join(f'{count} {kind}' for kind, count in KINDS.items())}: `several` gets "
