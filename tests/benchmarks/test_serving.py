@@ -53,10 +53,10 @@ def test_figures_and_ratios_are_rendered():
 
 def test_kinds_of_ranks_are_named():
     for experts, expected in (
-        (False, "2 of them; bytes"),
-        (True, "2 of them, each with entire experts (expert parallelism); bytes"),
+        (False, "2 of them."),
+        (True, "2 of them, each with entire experts (expert parallelism)."),
     ):
         request = RECORD["request"] | {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
         assert f"- Card: a card, tensor parallelism over {expected}" in section(RECORD | {"request": request})
     # measured before the option existed
-    assert "over 2 of them; bytes" in section(RECORD | {"request": RECORD["request"] | {"tensor_parallel_size": 2}})
+    assert "over 2 of them." in section(RECORD | {"request": RECORD["request"] | {"tensor_parallel_size": 2}})

@@ -118,9 +118,7 @@ def test_results_are_written_between_markers(tmp_path: Path):
     text = page.read_text()
     assert text.startswith(TITLE)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert (
-        "- Card: a card, tensor parallelism over 2 of them with entire experts on each (expert parallelism)." in lines
-    )
+    assert "- Card: a card, tensor parallelism over 2 of them, each with entire experts (expert parallelism)." in lines
     assert "- stock4 failed: OutOfMemoryError: no room" in lines
     assert "| requests finished | 50 (40 greedy, 10 long) |" in lines
     assert "| memory of the device, MiB, first and last | 1,024 to 1,025 |" in lines
