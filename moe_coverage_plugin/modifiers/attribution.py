@@ -206,8 +206,8 @@ class AttributionModifier(AttributionOptions, Modifier):
         """Return the costs of the passes (see :func:`~moe_coverage_plugin.modifiers.run_bar.run_bar`)."""
         if self.scores is not None:
             return {}
-        # with gradients, layers compute twice, and the backward pass costs two forward passes
-        costs = {observation.GRADIENTS: 4.0} if self.uses_gradients else {observation.OBSERVING: 1.0}
+        # with gradients, layers compute twice, and the backward pass costs three forward passes (docs/scaling.md)
+        costs = {observation.GRADIENTS: 5.0} if self.uses_gradients else {observation.OBSERVING: 1.0}
         if self.channel_metric == "obs":
             costs[interactions.TITLE] = interactions.COST
         if self.layer_noise is not None:
