@@ -25,7 +25,7 @@ Each job runs in a process of its own. Functions of this package and of the tool
 phase, the file has seconds, peaks of GPU memory (``torch.cuda.max_memory_allocated``, ``max_memory_reserved``) and of
 host memory (``VmHWM``, which counts mapped files, and sampled anonymous memory), and by how much the directory has
 grown. It is written when a phase starts and ends, and every few seconds in between: a command that is killed leaves
-what it has measured, and ``--background`` outlives the shell.
+what it has measured, and ``--background`` outlives the shell. Commands that run at once can share the file.
 
     python -m benchmarks.whole_job --directory out/whole_job --output out/whole_job.json
     python -m benchmarks.whole_job --directory out/whole_job --output out/whole_job.json --phases checkpoint

@@ -19,10 +19,12 @@ from benchmarks.whole_job.record import Recorder
 from moe_coverage_plugin import AlignmentModifier, CoverageModifier
 from moe_coverage_plugin.calibration import interactions, layerwise, layerwise_gradients, observation
 from moe_coverage_plugin.modifiers import channel_pruning, reconstruction_pass
+from moe_coverage_plugin.modifiers.kept_layers import KeptLayers
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 SAVING, CHECKS, GRADIENTS, INTERACTIONS, PLAN = "saving", "checks", "gradient pass", "channel interactions", "plan"
 RECONSTRUCTION = "reconstruction and quantization"
+PROGRESS = "progress of the run"
 # owner of a function, its name, and the phase that its calls are
 PHASES: tuple[tuple[Any, str, str], ...] = (
     (CompressionSession, "initialize", CHECKS),
@@ -47,6 +49,10 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (reconstruction_pass, "prune_experts", "slicing"),
     (LayerwiseGPTQModifier, "quantize_experts", "Hessian matrices of experts"),
     (LayerwiseGPTQModifier, "_quantize", "GPTQ"),
+    # what the pass waits for: copies of a layer, and the thread that writes the layer before it
+    (KeptLayers, "load", PROGRESS),
+    (KeptLayers, "save", PROGRESS),
+    (KeptLayers, "finish", PROGRESS),
 )
 TOOLKIT = {"REAPPruningModifier": "pruning by REAP", "GPTQModifier": "quantization by GPTQ"}
 

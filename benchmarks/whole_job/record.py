@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
+import os
 import platform
 import subprocess
 import threading
@@ -13,6 +15,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import torch
@@ -32,7 +35,8 @@ class Recorder:
     """Measures the phases of one run and writes them, with earlier runs of the same model, into a file.
 
     A phase is in the file as soon as it starts, and again every few seconds while it reports progress, so that a run
-    that is killed leaves what it has measured and how far it got.
+    that is killed leaves what it has measured and how far it got. Several processes can write into one file at once:
+    each one reads the file again and replaces its own run in it.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], run: dict[str, Any], directory: Path):
@@ -48,14 +52,8 @@ class Recorder:
             CoverageError: the file has runs of another model.
         """
         self._file, self._directory = file, directory
-        self._content: dict[str, Any] = settings | {"runs": []}
-        if file.exists():
-            self._content = json.loads(file.read_text())
-            different = [name for name in COMMON if self._content.get(name) != settings[name]]
-            if different:
-                raise CoverageError(f"{file} has runs with another {different[0]}: choose another --output")
-        self._run = run | {"environment": environment(), "phases": []}
-        self._content["runs"].append(self._run)
+        self._settings = settings
+        self._run = run | {"id": uuid4().hex, "environment": environment(), "phases": []}
         self._spans: list[list[Any]] = []
         self._written_at = 0.0
         self._write()
@@ -146,8 +144,30 @@ class Recorder:
 
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, (json.dumps(self._content, indent=1) + "\n").encode())
+        with _locked(self._file.parent):
+            content = self._settings | {"runs": []}
+            if self._file.exists():
+                content = json.loads(self._file.read_text())
+                different = [name for name in COMMON if content.get(name) != self._settings[name]]
+                if different:
+                    raise CoverageError(f"{self._file} has runs with another {different[0]}: choose another --output")
+            runs = content["runs"]
+            # runs of earlier versions have no identifier
+            index = next((i for i, run in enumerate(runs) if run.get("id") == self._run["id"]), len(runs))
+            runs[index : index + 1] = [self._run]
+            write_atomically(self._file, (json.dumps(content, indent=1) + "\n").encode())
         self._written_at = time.monotonic()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Wait until no other process writes its results into a directory, and keep others waiting."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 class AnonymousSampler(threading.Thread):

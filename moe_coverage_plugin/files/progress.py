@@ -11,6 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from moe_coverage_plugin.files.atomic import lock, write_atomically
 from moe_coverage_plugin.manifest import CoverageError
 
 CHECKSUM = "crc32"
+# bytes that places of tensors in one piece of memory are multiples of
+ALIGNMENT = 64
 
 
 def progress_directory(output: str | Path) -> Path:
@@ -74,6 +77,10 @@ class Progress:
         self._description = json.loads(json.dumps(description, sort_keys=True, default=str))
         self._handle: int | None = None
         self._announced = False
+        # the thread of save_in_background, what it writes, and the copy that it writes from
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._copy: Tensor | None = None
         if directory.is_dir():
             self._open()
 
@@ -83,19 +90,38 @@ class Progress:
         Raises:
             CoverageError: the file cannot be written; what was kept before is unchanged.
         """
-        stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        self.finish()
+        self._write(self.place(name), {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
 
-        def write(partial: Path) -> None:
-            try:
-                save_file(stored, partial, {CHECKSUM: _checksum(stored)})
-            except SafetensorError as error:
-                # the class for a full disk too
-                raise OSError(0, str(error)) from error
+    def save_in_background(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors and return: a thread keeps the copy, as :meth:`save` does.
 
-        write_atomically(self.place(name), write)
+        Files are written in the order of the calls, and a call first waits for the file of the one before it. So there
+        is one copy at a time, in memory that is kept for the next one until :meth:`finish`.
+
+        Raises:
+            CoverageError: this file cannot be created, or that of the call before could not be written.
+        """
+        self._wait()
+        path, copies = self.place(name), self._copied(tensors)
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "progress")
+        self._pending = self._writer.submit(self._write, path, copies)
+
+    def finish(self) -> None:
+        """Wait for the file that :meth:`save_in_background` writes.
+
+        Raises:
+            CoverageError: it could not be written.
+        """
+        try:
+            self._wait()
+        finally:
+            self._copy = None
 
     def load(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors kept under a name, on the CPU; ``None`` if there are none or if they are damaged."""
+        self.finish()
         path = self._path(name)
         if self._handle is None or not path.is_file():
             return None
@@ -132,24 +158,61 @@ class Progress:
 
     def drop(self, *prefixes: str) -> None:
         """Remove what is kept under names with one of these prefixes."""
+        self.finish()
         for file in self._files():
             if file.name.startswith(tuple(f"{self._part}.{prefix}" for prefix in prefixes)):
                 file.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the directory with all parts."""
+        self.finish()
         if self._handle is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
         """Let other runs use the directory; it is removed if nothing is kept in it."""
+        try:
+            self.finish()
+        except CoverageError as error:
+            # the run ends by another error, and this file only saves work
+            logger.warning(str(error))
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
         if self._handle is None:
             return
         if not list(self._directory.glob("*.safetensors")):
             shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._handle)
         self._handle = None
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the CPU, all in one piece of memory: new memory takes longer than the copies."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        if self._copy is None or self._copy.numel() < sum(sizes):
+            # freed before its successor is allocated
+            self._copy = None
+            self._copy = torch.empty(sum(sizes), dtype=torch.uint8)
+        copies = {}
+        for (key, tensor), place in zip(tensors.items(), self._copy[: sum(sizes)].split(sizes), strict=True):
+            copies[key] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return copies
+
+    def _write(self, path: Path, stored: Mapping[str, Tensor]) -> None:
+        def write(partial: Path) -> None:
+            try:
+                save_file(dict(stored), partial, {CHECKSUM: _checksum(stored)})
+            except SafetensorError as error:
+                # the class for a full disk too
+                raise OSError(0, str(error)) from error
+
+        write_atomically(path, write)
 
     def _open(self) -> None:
         try:

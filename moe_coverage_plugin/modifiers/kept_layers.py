@@ -57,7 +57,13 @@ class KeptLayers:
         return found
 
     def save(self, decoder_layer: Module, changed: Iterable[Module], others: Mapping[str, Tensor]) -> None:
-        """Keep the parameters of modules, and other tensors, of the layer that :meth:`load` was called for last."""
+        """Keep the parameters of modules, and other tensors, of the layer that :meth:`load` was called for last.
+
+        They are written while the next layer is computed.
+
+        Raises:
+            CoverageError: this layer or the one before it cannot be written.
+        """
         if self._progress is None:
             return
         names = {module: name for name, module in decoder_layer.named_modules()}
@@ -66,7 +72,16 @@ class KeptLayers:
             for module in dict.fromkeys(changed)
             for name, parameter in module.named_parameters(recurse=False)
         }
-        self._progress.save(self._name(self._index), {**tensors, **others})
+        self._progress.save_in_background(self._name(self._index), {**tensors, **others})
+
+    def finish(self) -> None:
+        """Wait until the last layer is written.
+
+        Raises:
+            CoverageError: it could not be written.
+        """
+        if self._progress is not None:
+            self._progress.finish()
 
     def _name(self, index: int) -> str:
         return f"{self._prefix}.{index}"

@@ -106,6 +106,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
             kept = KeptLayers(run_progress(state.model, batches), TITLE, batches, plan)
             with DisableQuantization(state.model), run_bar(len(batches)):
                 visit_layers(state.model, layers, batches, partial(self._visit, kept), TITLE)
+            kept.finish()
         QuantizationMixin.end_calibration(self, state.model)
 
     def _visit(self, kept: KeptLayers, step: DecoderStep) -> None:

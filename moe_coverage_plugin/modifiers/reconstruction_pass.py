@@ -73,6 +73,7 @@ def reconstruct_layers(
     reconstruction = _Reconstruction(kept, padded_width, full, quantizer, finished)
     visited = layers if quantizer is None else find_moe_layers(model)
     visit_layers(model, visited, batches, reconstruction.visit, TITLE)
+    finished.finish()
     reconstruction.report()
 
 

@@ -17,6 +17,7 @@ from benchmarks.whole_job.record import Recorder
 from benchmarks.whole_job.render import section
 from benchmarks.whole_job.shapes import SHAPES
 from moe_coverage_plugin.manifest import Manifest
+from tests import processes
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +199,41 @@ def test_a_killed_run_leaves_what_it_measured(tmp_path: Path, monkeypatch: pytes
     assert reconstruction["seconds"] > 0
     assert "reconstruction and quantization (ended at 17 of 48)" in section(json.loads(file.read_text()))
     phase.__exit__(None, None, None)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from benchmarks.whole_job.record import Recorder
+from tests.benchmarks.test_whole_job import RUN, SETTINGS
+
+file, go, job = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+recorder = Recorder(file, SETTINGS, RUN | {"job": job}, file.parent)
+while not go.exists():
+    time.sleep(0.001)
+for number in range(40):
+    recorder.add({"name": f"phase {number}"})
+"""
+
+
+def test_two_commands_at_once_keep_the_phases_of_each_other(tmp_path: Path):
+    """With a run that was there before, which has no identifier."""
+    file, go, jobs = tmp_path / "results" / "job.json", tmp_path / "go", ("ours", "reap")
+    file.parent.mkdir()
+    file.write_text(json.dumps(SETTINGS | {"runs": [RUN | {"job": "checkpoint", "phases": []}]}))
+    commands = [processes.start("-c", WRITER, file, go, job, cwd=REPOSITORY) for job in jobs]
+    deadline = time.monotonic() + processes.TIMEOUT_S
+    while len(json.loads(file.read_text())["runs"]) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    go.touch()
+    for command in commands:
+        assert command.wait() == 0, command.stderr[-4000:]
+    runs = {run["job"]: run for run in json.loads(file.read_text())["runs"]}
+    assert sorted(runs) == ["checkpoint", *jobs]
+    for job in jobs:
+        assert [phase["name"] for phase in runs[job]["phases"]] == [f"phase {number}" for number in range(40)]
+    assert [each.name for each in file.parent.iterdir()] == ["job.json"]
 
 
 def test_a_resumed_job_counts_the_time_of_the_killed_one():

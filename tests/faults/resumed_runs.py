@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -31,7 +32,7 @@ from moe_coverage_plugin import (
 )
 from moe_coverage_plugin.calibration import interactions, kept_sums, observation
 from moe_coverage_plugin.files import progress
-from moe_coverage_plugin.modifiers import reconstruction_pass
+from moe_coverage_plugin.modifiers import reconstruction_pass, resumption
 from tests.modifiers.harness import open_linear
 from tests.tiny import four_bits, token_batches
 
@@ -60,16 +61,27 @@ def recipe(order: dict[str, Any]) -> list[Any]:
     return found + [quantizer] * order.get("quantizes", True)
 
 
-def count(kill: tuple[str, int] | None) -> Counter[str]:
-    """Count each kind of work, and kill this process before a given one."""
+def count(kill: tuple[str, int] | None, unwritten: int | None) -> Counter[str]:
+    """Count each kind of work, and kill this process before a given one.
+
+    Args:
+        kill: the kind and the number of that work; what a thread writes at that moment is written first.
+        unwritten: number of a file that is never complete, so that the process is killed while a thread writes it.
+    """
     done: Counter[str] = Counter()
 
     def counted(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def work(*args: Any, **kwargs: Any) -> Any:
+            if kind == "write" and done[kind] == unwritten:
+                Path(args[1]).write_bytes(b"half of a file")
+                threading.Event().wait()
             if kill is not None and [kind, done[kind]] == list(kill):
                 if kind == "write":
                     Path(args[1]).write_bytes(b"half of a file")
+                elif unwritten is None:
+                    for running in list(resumption._progress.values()):
+                        running.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
             done[kind] += 1
             return call(*args, **kwargs)
@@ -116,6 +128,6 @@ if __name__ == "__main__":
         print(messages[-1], file=sys.stderr, flush=True)
 
     logger.add(log, level="INFO")
-    work = count(given.get("kill"))
+    work = count(given.get("kill"), given.get("unwritten"))
     run(given)
     print(json.dumps({"work": work, "messages": messages}))

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from moe_coverage_plugin import Manifest, load_scores
+from moe_coverage_plugin import CoverageError, Manifest, load_scores
+from moe_coverage_plugin.files import progress
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.manifest import CONFIG_KEY, SCORES_NAME
 from tests import processes
 from tests.checkpoint.runs import config_json, tensors
 from tests.faults import resumed_runs
-from tests.modifiers.harness import refusal, save_tiny
+from tests.modifiers.harness import compress, open_linear, refusal, save_tiny
 from tests.tiny import add_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -127,6 +130,32 @@ def test_a_run_that_is_killed_while_it_keeps_something(model: Path, complete: Pa
     left = {1: {"batch": 2}, 4: {"batch": 0, "score": 2}, 7: {"batch": 0, "score": 0, "fit": 2, "quantize": 2}}
     assert work(done) == COMPLETE | left[number]
     assert_equal(tmp_path / "out", complete)
+
+
+def test_a_run_that_is_killed_while_a_thread_writes_the_layer_before(model: Path, complete: Path, tmp_path: Path):
+    """The third layer is being fitted, and of the second one only half of a file is there."""
+    kill(model, tmp_path / "out", "fit", 2, unwritten=7)
+    assert len(list(tmp_path.glob(".out.progress/run.layers.*"))) == 1
+    assert len(list(tmp_path.glob(".out.progress/.*.partial"))) == 1
+    done = job(model, tmp_path / "out")
+    assert work(done) == COMPLETE | {"batch": 0, "score": 0, "fit": 2, "quantize": 2}
+    assert_equal(tmp_path / "out", complete)
+
+
+@pytest.mark.parametrize("order", [{"quantizes": False}, {"only_quantizes": True}])
+def test_a_last_layer_that_cannot_be_written_stops_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: dict[str, Any]
+):
+    def no_space(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if f".{LAYERS - 1}.safetensors" in path.name:
+            raise SafetensorError("No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(progress, "save_file", no_space)
+    with pytest.raises(CoverageError, match=r"cannot be written \(No space left on device\)"):
+        compress(open_linear(model), resumed_runs.recipe(order), output_dir=str(tmp_path / "out"))
+    assert len(list(tmp_path.glob(".out.progress/run.layers.*"))) == LAYERS - 1
+    assert not (tmp_path / "out").exists()
 
 
 # --- what is not taken over
