@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,12 @@ def diversify(model: PreTrainedModel) -> None:
 
 def token_batches(samples: int = 12, length: int = 48, padded: bool = False, seed: int = 1) -> Dataset:
     """Random token ids with attention masks; padded on the right to various lengths where asked."""
+    # a data set hashes its contents when it is made, and its format can be set
+    return copy.copy(_token_batches(samples, length, padded, seed))
+
+
+@cache
+def _token_batches(samples: int, length: int, padded: bool, seed: int) -> Dataset:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCAB, (samples, length), generator=generator)
     mask = torch.ones_like(ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -78,8 +79,9 @@ def fast_compute_dtype(model: Module) -> Iterator[ComputeDtype]:
         The dtype and the reason for it.
     """
     chosen = choose_compute_dtype(model)
-    units = list(_units(model)) if chosen.dtype == torch.float32 else []
-    if model in _CONVERTED or not units:
+    converts = chosen.dtype == torch.float32 and model not in _CONVERTED and _has_bfloat16(model)
+    units = list(_units(model)) if converts else []
+    if not units:
         yield chosen
         return
     logger.info(
@@ -182,6 +184,11 @@ def _units(model: Module) -> Iterator[Module]:
         if module not in inside_lists and not any(isinstance(each, ModuleList) for each in module.modules())
     ]
     yield from (unit for unit in (*elements, *outside) if _bfloat16_modules(unit))
+
+
+def _has_bfloat16(model: Module) -> bool:
+    with disable_onloading():
+        return any(each.dtype == torch.bfloat16 for each in chain(model.parameters(), model.buffers()))
 
 
 def _bfloat16_modules(unit: Module) -> list[Module]:

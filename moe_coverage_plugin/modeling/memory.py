@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -84,9 +86,12 @@ def drop_mapped_pages(tensors: Iterable[Tensor], ranges: Sequence[Range]) -> Non
         tensors: those outside of ``ranges`` are skipped, because their pages could only be swapped out.
         ranges: from :func:`mapped_ranges`.
     """
+    ordered = sorted(ranges)
     for tensor in tensors:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        if tensor.device.type == "cpu" and any(low <= begin and end <= high for low, high in ranges):
+        # ranges do not overlap, so only the last one that begins before the tensor can contain it
+        number = bisect_right(ordered, begin, key=itemgetter(0))
+        if tensor.device.type == "cpu" and number and end <= ordered[number - 1][1]:
             first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
             length = ctypes.c_size_t(max(0, end // mmap.PAGESIZE * mmap.PAGESIZE - first))
             # an error is ignored: kernels before 5.4 do not support this advice

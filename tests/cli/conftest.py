@@ -66,7 +66,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pruned(source: Path) -> Path:
     """Ragged, blocks of 64, a quarter of the channels removed, 16 bit."""
     target = source.with_name("pruned")
-    harness.compress(source, harness.pruning(), output_dir=str(target))
+    harness.compress(source, harness.pruning(layer_noise=1.0), output_dir=str(target))
     return target
 
 

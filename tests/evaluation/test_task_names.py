@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,15 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def index() -> Any:
-    """lm-eval's index of all tasks, which takes long to build."""
-    from lm_eval.tasks import TaskManager
+    """lm-eval's index of all tasks, which takes long to build; files that tasks include are parsed once."""
+    from lm_eval.tasks import TaskManager, _yaml_loader
 
-    return TaskManager()
+    load_yaml = _yaml_loader.load_yaml
+    included = cache(lambda path: load_yaml(path, resolve_func=False))
+    with pytest.MonkeyPatch.context() as patch:
+        # patch: tests-included-tasks
+        patch.setattr(_yaml_loader, "load_yaml", lambda path, **_options: dict(included(path)))
+        return TaskManager()
 
 
 def test_every_name_of_the_index_is_found(folder: Path, index: Any) -> None:

@@ -68,7 +68,7 @@ def recorded(output: Path) -> dict[str, dict[str, Any]]:
 
 def test_recipe_in_the_output_records_all(source: Path, tmp_path: Path):
     output = tmp_path / "out"
-    compress(source, [*pruning(0.3), *COMPANIONS["gptq"]()], output_dir=str(output))
+    compress(source, [*pruning(0.3, layer_noise=1.0), *COMPANIONS["gptq"]()], output_dir=str(output))
     recipe = recorded(output)
     assert list(recipe) == [
         "AttributionModifier",

@@ -21,13 +21,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = sorted(file.stem for file in (REPOSITORY / "recipes").glob("*.yaml"))
 
 
-LAYERS, EXPERTS = 2, 4
+LAYERS, EXPERTS, CHANNELS = 2, 4, 256
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts of 512 channels, four blocks of 128."""
-    return save_model(tmp_path_factory.mktemp("wide") / "model", num_hidden_layers=LAYERS, num_experts=EXPERTS)
+    """Experts of two blocks of 128 channels."""
+    shape = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "moe_intermediate_size": CHANNELS}
+    return save_model(tmp_path_factory.mktemp("wide") / "model", **shape)
 
 
 @dataclass
@@ -51,7 +52,7 @@ def first(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.T
 def test_recipe_runs_and_reopens(first: Run, request: pytest.FixtureRequest):
     recipe = recipe_path(request.node.callspec.params["first"])
     options = next(iter(yaml.safe_load(Path(recipe).read_text()).values()))["prune_modifiers"]
-    budget = round((1 - options["CoverageModifier"]["sparsity"]) * LAYERS * EXPERTS * 512)
+    budget = round((1 - options["CoverageModifier"]["sparsity"]) * LAYERS * EXPERTS * CHANNELS)
     kept, block = sum(map(sum, widths(first.model))), options.get("AlignmentModifier", {}).get("block_size", 1)
     assert kept == budget if block == 1 else 0.8 * budget < kept <= budget
     assert Manifest.from_checkpoint(first.output).block_size == block

@@ -13,7 +13,7 @@ from datasets import Dataset
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moe_coverage_plugin import (
     AlignmentModifier,
@@ -194,21 +194,25 @@ def test_few_tokens_leave_the_weights_as_they_are(small: Path, log: list[str]):
 # --- layouts, families, places and dtypes
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "uniform"])
+@pytest.fixture(scope="module", params=["ragged", "padded", "uniform"])
+def cut(request: pytest.FixtureRequest, small: Path) -> tuple[str, PreTrainedModel]:
+    """A layout, and the model in it without reconstruction."""
+    return request.param, compress(small, recipe(False, layout=request.param), dataset=many(), batch_size=8)
+
+
 @pytest.mark.parametrize("refit", ["down", "all"])
-def test_layouts(small: Path, tmp_path: Path, log: list[str], layout: str, refit: str):
+def test_layouts(small: Path, tmp_path: Path, log: list[str], cut: tuple[str, PreTrainedModel], refit: str):
     """The widths are those of the plan, padding stays zero, and the checkpoint opens as the model in memory."""
-    cut, fitted = (
-        compress(small, recipe(fit, layout=layout, **fields), dataset=many(), batch_size=8, output_dir=output)
-        for fit, fields, output in ((False, {}, None), (True, {"refit": refit}, str(tmp_path / "out")))
-    )
-    assert widths(cut) == widths(fitted)
-    differ = changed(cut, fitted)
+    layout, unfitted = cut
+    run = {"dataset": many(), "batch_size": 8, "output_dir": str(tmp_path / "out")}
+    fitted = compress(small, recipe(layout=layout, refit=refit), **run)
+    assert widths(unfitted) == widths(fitted)
+    differ = changed(unfitted, fitted)
     assert set().union(*differ.values()) == (set(PROJECTIONS) if refit == "all" else {"down_proj"})
     counts = reported(log)
     assert counts[0] == sum("up_proj" in each for each in differ.values())
     assert counts[1] == sum(each == {"down_proj"} for each in differ.values())
-    for old, new in zip(find_moe_layers(cut), find_moe_layers(fitted), strict=True):
+    for old, new in zip(find_moe_layers(unfitted), find_moe_layers(fitted), strict=True):
         for mlp, twin in zip(old.mlps, new.mlps, strict=True):
             if expert_width(mlp):
                 zero_N = ~mlp.up_proj.weight.any(1)

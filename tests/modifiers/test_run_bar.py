@@ -27,7 +27,7 @@ def recommended() -> list[Any]:
 
 
 def closed_form() -> list[Any]:
-    return [*pruning(block_size=BLOCK), LayerwiseGPTQModifier(**W4)]
+    return [*pruning(block_size=BLOCK, layer_noise=1.0), LayerwiseGPTQModifier(**W4)]
 
 
 @pytest.mark.parametrize(
