@@ -75,9 +75,9 @@ def planned(source: Path) -> Planned:
     measured = AttributionModifier(**paper_method.ATTRIBUTION)
     recipe: list[Modifier] = [measured, *coverage, *(m for pair in aligned.values() for m in pair)]
     for metric, importance in MEASURES:
-        by_measure.append(by_paper())
+        by_measure.append(by_paper(inter_layer="uniform"))
         measure: Any = {"channel_metric": metric, "expert_importance": importance}
-        recipe += [AttributionModifier(**paper_method.ATTRIBUTION | measure), by_measure[-1]]
+        recipe += [AttributionModifier(**measure), by_measure[-1]]
     compress(model, recipe)
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "planning changes no weight"
