@@ -14,10 +14,12 @@ from importlib.util import find_spec
 from inspect import getsource, signature
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers.core_model_loading as core_model_loading
+import transformers.modeling_utils as modeling_utils
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.offload import OffloadCache, disable_offloading, offload_module
@@ -38,6 +40,8 @@ from llmcompressor.transformers.compression import compressed_tensors_utils as t
 from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.quantizers.auto import AutoHfQuantizer
+
+from moe_coverage_plugin.checkpoint.expert_names import unchanged_names
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_coverage_plugin"
@@ -239,6 +243,28 @@ def test_recipes_are_written_with_python_objects() -> None:
 
 def test_linearized_models_have_no_conversions_for_saving() -> None:
     assert "conversion" not in getsource(linearize_moe).partition('"""\n    non_linearized')[2]
+
+
+def test_saving_compiles_an_expression_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Counted(core_model_loading.WeightRenaming):
+        def __init__(self, source: str, target: str) -> None:
+            made.append(source)
+            super().__init__(source, target)
+
+    monkeypatch.setattr(core_model_loading, "WeightRenaming", Counted)
+    model = SimpleNamespace(_weight_conversions=[], config=None)
+    state = {f"layers.{layer}.{name}": torch.empty(1) for layer in (10, 2) for name in ("weight", "bias")}
+    found = core_model_loading.revert_weight_conversion(model, state)  # pyright: ignore[reportArgumentType]
+    assert sorted(made) == sorted(state)
+    saving: Any = modeling_utils
+    with unchanged_names():
+        ours = saving.revert_weight_conversion(model, state)
+    assert len(made) == len(state)
+    assert list(ours) == list(found)
+    assert all(ours[name] is found[name] is state[name] for name in state)
+    assert saving.revert_weight_conversion is core_model_loading.revert_weight_conversion
 
 
 # --- compressed-tensors

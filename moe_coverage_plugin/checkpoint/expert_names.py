@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import TypeGuard
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
+import transformers.modeling_utils as modeling_utils
 from llmcompressor.modeling.moe.conversion_mappings import set_save_conversion_mapping
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, WeightTransform
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+)
 
 from moe_coverage_plugin.modeling.expert_lists import ListedExperts
 
@@ -31,6 +41,28 @@ def keep_family_names(model: PreTrainedModel) -> None:
         transforms += _renamings(transform) if _merges_experts(transform) else [transform]
     # patch: expert-names
     set_save_conversion_mapping(model, transforms)
+
+
+@contextmanager
+def unchanged_names() -> Iterator[None]:
+    """Let transformers save tensors of models without conversions under their names, in the same order as always.
+
+    It compiles a regular expression for each tensor, of which a quantized model has tens of thousands.
+    """
+    saving: Any = modeling_utils
+    revert = saving.revert_weight_conversion
+
+    def sort_or_revert(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        if getattr(model, "_weight_conversions", None) == []:
+            return {name: state_dict[name] for name in sorted(state_dict, key=dot_natural_key)}
+        return revert(model, state_dict)
+
+    # patch: unchanged-names
+    saving.revert_weight_conversion = sort_or_revert
+    try:
+        yield
+    finally:
+        saving.revert_weight_conversion = revert
 
 
 def stores_single_experts(model: PreTrainedModel) -> bool:
