@@ -14,13 +14,13 @@ from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
 from moe_coverage_plugin.calibration.interactions import SCORED
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS as EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
 from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
-from moe_coverage_plugin.modifiers.layerwise_gptq import EXPERTS as QUANTIZED
-from moe_coverage_plugin.modifiers.reconstruction_pass import EXPERTS as FITTED
-from moe_coverage_plugin.modifiers.reconstruction_pass import REFITTED
+from moe_coverage_plugin.modifiers.reconstruction_pass import EXPERTS as EXPERTS
+from moe_coverage_plugin.modifiers.reconstruction_pass import REEXPERTS
 from moe_coverage_plugin.modifiers.reconstruction_pass import TOKENS as REFIT_TOKENS
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
@@ -115,12 +115,12 @@ def interaction_bytes(config: Config) -> float:
 def fit_bytes(config: Config) -> float:
     """Matrices of the experts that are fitted together: Gram matrices, and three in float64 for each of 7 ridges."""
     matrices = 8 + 3 * 8 * len(RIDGES[:-1])
-    return matrices * min(FITTED, experts_of(config)) * config["moe_intermediate_size"] ** 2
+    return matrices * min(EXPERTS, experts_of(config)) * config["moe_intermediate_size"] ** 2
 
 
 def refit_bytes(config: Config) -> float:
     """Tokens, outputs and activations of the experts that are refitted together, ``8 * 4096 (28 H + 24 I)``."""
-    return REFITTED * REFIT_TOKENS * (28 * config["hidden_size"] + 24 * config["moe_intermediate_size"])
+    return REEXPERTS * REFIT_TOKENS * (28 * config["hidden_size"] + 24 * config["moe_intermediate_size"])
 
 
 def hessian_bytes(config: Config) -> float:
@@ -131,7 +131,7 @@ def hessian_bytes(config: Config) -> float:
     once if less memory is free.
     """
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    return min(QUANTIZED, experts_of(config)) * (16 * hidden**2 + 4 * width**2 + 20 * hidden * width)
+    return min(EXPERTS, experts_of(config)) * (16 * hidden**2 + 4 * width**2 + 20 * hidden * width)
 
 
 def other_hessian_bytes(config: Config) -> float:

@@ -18,8 +18,8 @@ from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_o
 from moe_coverage_plugin.core.refit import Tokens
 from moe_coverage_plugin.modeling.routing import Routing
 
-# experts of a layer whose matrices exist at the same time
-EXPERTS = 32
+# experts of a layer whose matrices exist at the same time; a CPU gains nothing from more than one
+EXPERTS, EXPERTS_ON_CPU = 32, 1
 # tokens of an expert that its matrices are computed from; they have fewer dimensions
 ROWS = 16384
 
@@ -73,6 +73,11 @@ class LayerInputs:
         # first row of each expert, and its numbers of rows that may be fitted and that are held back
         self._rows: list[tuple[int, int, int]] = []
         self.x_TH = self.ids_TK = self.weights_TK = self.held_T = torch.empty(0)
+
+    @property
+    def experts_together(self) -> int:
+        """How many experts are computed together where they are."""
+        return EXPERTS_ON_CPU if self.device.type == "cpu" else EXPERTS
 
     def add(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, held_T: Tensor, real_T: Tensor | None) -> None:
         """Add a batch.

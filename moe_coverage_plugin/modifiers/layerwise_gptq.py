@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.calibration_set import check_batches
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
-from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
@@ -177,9 +177,10 @@ class LayerwiseGPTQModifier(GPTQModifier):
             return
         widths = layer.widths
         kept = [index for index in (range(len(widths)) if experts is None else experts) if widths[index]]
-        for first in range(0, len(kept), EXPERTS):
+        together = inputs.experts_together
+        for first in range(0, len(kept), together):
             hessians: dict[Module, Tensor] = {}
-            for index in kept[first : first + EXPERTS]:
+            for index in kept[first : first + together]:
                 x_MH = inputs.tokens(index).x_MH
                 with ExpertFunction(layer, index) as function:
                     hessians |= dict.fromkeys(function.inputs, hessian(x_MH))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks
 from moe_coverage_plugin.calibration.gram import channel_grams
-from moe_coverage_plugin.calibration.layer_inputs import EXPERTS, LayerInputs
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
@@ -140,7 +140,7 @@ class _Reconstruction:
         channels = max(layer.widths)
         # a removed expert has no weights, and an unpruned one nothing to fit
         pruned = [index for index, kept_N in enumerate(kept_E) if 0 < kept_N.numel() < channels]
-        for experts in _chunks(pruned, kept_E):
+        for experts in _chunks(pruned, kept_E, inputs.experts_together):
             kept_EN = torch.stack([kept_E[index] for index in experts]).to(inputs.device)
             fits = self._fit(layer, experts, kept_EN, channel_grams(layer, experts, inputs), inputs)
             prune_experts(layer, {index: kept_E[index] for index in experts}, self._padded_width, fits)
@@ -183,16 +183,16 @@ class _Reconstruction:
         return fits
 
 
-def _chunks(experts: list[int], kept_E: list[Tensor]) -> Iterator[list[int]]:
-    """Split experts into those that are computed together, all of one width."""
+def _chunks(experts: list[int], kept_E: list[Tensor], most: int) -> Iterator[list[int]]:
+    """Split experts into those that are computed together, all of one width and at most ``most``."""
 
     def width(index: int) -> int:
         return kept_E[index].numel()
 
     for _, group in groupby(sorted(experts, key=width), width):
         same = list(group)
-        for first in range(0, len(same), EXPERTS):
-            yield same[first : first + EXPERTS]
+        for first in range(0, len(same), most):
+            yield same[first : first + most]
 
 
 def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:

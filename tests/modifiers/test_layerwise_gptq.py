@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import Linear, functional
 
 from moe_coverage_plugin import CoverageError, LayerwiseGPTQModifier, load
+from moe_coverage_plugin.calibration import layer_inputs
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
-from moe_coverage_plugin.modifiers import layerwise_gptq, reconstruction_pass
+from moe_coverage_plugin.modifiers import layerwise_gptq
 from tests.modifiers.harness import (
     compress,
     compress_causally,
@@ -171,8 +172,7 @@ def test_behind_reconstruction_in_one_pass(
 
 
 def test_chunks_of_experts_change_nothing(small: Path, behind_pruning: Any, monkeypatch: pytest.MonkeyPatch):
-    for module in (layerwise_gptq, reconstruction_pass):
-        monkeypatch.setattr(module, "EXPERTS", 3)
+    monkeypatch.setattr(layer_inputs, "EXPERTS_ON_CPU", 3)
     parts = compress(small, [*recipe(), LayerwiseGPTQModifier(**W4)], **RUN)
     for one, other in zip(quantized(behind_pruning).values(), quantized(parts).values(), strict=True):
         assert share(one.weight, other.weight) > 0.99
