@@ -14,13 +14,12 @@ from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
 from moe_coverage_plugin.calibration.interactions import SCORED
-from moe_coverage_plugin.calibration.layer_inputs import EXPERTS as EXPERTS
+from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
 from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
-from moe_coverage_plugin.modifiers.reconstruction_pass import EXPERTS as EXPERTS
-from moe_coverage_plugin.modifiers.reconstruction_pass import REEXPERTS
+from moe_coverage_plugin.modifiers.reconstruction_pass import REFITTED
 from moe_coverage_plugin.modifiers.reconstruction_pass import TOKENS as REFIT_TOKENS
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
@@ -120,7 +119,7 @@ def fit_bytes(config: Config) -> float:
 
 def refit_bytes(config: Config) -> float:
     """Tokens, outputs and activations of the experts that are refitted together, ``8 * 4096 (28 H + 24 I)``."""
-    return REEXPERTS * REFIT_TOKENS * (28 * config["hidden_size"] + 24 * config["moe_intermediate_size"])
+    return REFITTED * REFIT_TOKENS * (28 * config["hidden_size"] + 24 * config["moe_intermediate_size"])
 
 
 def hessian_bytes(config: Config) -> float:
