@@ -28,7 +28,7 @@ class JobBar:
         Args:
             costs: the passes of the run by title, in their order, each in forward passes over the calibration set.
         """
-        self._costs = costs
+        self._costs, self._done = costs, 0.0
         self._bar = tqdm(total=sum(costs.values()), bar_format=FORMAT, disable=not is_source_process())
 
     def counts(self, title: str) -> bool:
@@ -45,7 +45,8 @@ class JobBar:
         for index, value in enumerate(values, start=initial):
             self._bar.set_description(f"{title} {index}/{total}{then}", refresh=False)
             yield value
-            self._bar.update(start + (index + 1) * step - self._bar.n)
+            self._bar.update(start + (index + 1) * step - self._done)
+            self._done = start + (index + 1) * step
         self._skip_to(start + self._costs[title])
         if not then:
             self.close()
@@ -55,9 +56,12 @@ class JobBar:
         self._bar.close()
 
     def _skip_to(self, done: float) -> None:
-        # what an interrupted run has done takes no time now, which must not look like a high speed
-        self._bar.initial += done - self._bar.n
-        self._bar.n = done
+        # the bars of other ranks are not shown, and have no place to begin
+        if not self._bar.disable:
+            # what an interrupted run has done takes no time now, which must not look like a high speed
+            self._bar.initial += done - self._done
+            self._bar.n = done
+        self._done = done
 
 
 _job: ContextVar[JobBar | None] = ContextVar("job", default=None)

@@ -2,6 +2,7 @@
 
 import io
 import re
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -55,16 +56,25 @@ def test_what_an_interrupted_run_has_done_is_skipped(monkeypatch: pytest.MonkeyP
     assert shown.bar._bar.initial == 3.0
 
 
-@given(st.dictionaries(st.sampled_from("ABCD"), st.floats(0.1, 9.0), min_size=1), st.integers(0, 5), st.data())
-def test_any_passes_that_run_fill_the_bar(costs: dict[str, float], steps: int, data: st.DataObject):
-    """Left out: any but the last one."""
-    bar = JobBar(costs)
+@given(
+    st.dictionaries(st.sampled_from("ABCD"), st.floats(0.1, 9.0), min_size=1),
+    st.integers(0, 5),
+    st.booleans(),
+    st.data(),
+)
+def test_any_passes_that_run_fill_the_bar(costs: dict[str, float], steps: int, first_rank: bool, data: st.DataObject):
+    """Left out: any but the last one. Only the first rank shows its bar."""
+    with patch.object(job_bar, "is_source_process", lambda: first_rank):
+        bar = JobBar(costs)
     *others, last = costs
     run = [title for title in others if data.draw(st.booleans())]
     with in_job(bar):
         for title in [*run, last]:
             assert list(with_progress(range(steps), title, total=steps)) == list(range(steps))
-    assert bar._bar.n == pytest.approx(sum(costs.values()))
+    assert bar._bar.disable
+    assert bar._done == pytest.approx(sum(costs.values()))
+    if first_rank:
+        assert bar._bar.n == bar._done
 
 
 def test_other_passes_have_bars_of_their_own(capsys: pytest.CaptureFixture[str]):

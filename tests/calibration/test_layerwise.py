@@ -16,12 +16,11 @@ from torch.nn import Linear, Module, ModuleList
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageModifier
-from moe_coverage_plugin.calibration import layerwise
+from moe_coverage_plugin.calibration import layerwise, observation
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers, projections
-from moe_coverage_plugin.modifiers import attribution
 from tests.calibration.brute_force import open_stock, save_float64
 from tests.calibration.test_offload import on_disk
 from tests.tiny import (
@@ -519,7 +518,7 @@ def test_a_bfloat16_model_on_a_processor_that_is_fast_in_it(monkeypatch: pytest.
 def test_oneshot_stops_before_the_gradient_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str):
     """Scores can take hours, and reconstruction comes after them."""
     began: list[str] = []
-    monkeypatch.setattr(attribution, "observe_batches", lambda *_: began.append("scores"))
+    monkeypatch.setattr(observation, "observe_batches", lambda *_: began.append("scores"))
     source = add_tokenizer(save_float64(tmp_path / "model", "qwen3_moe"))
     model: Any = open_stock(source, linear=True)
     model.model.layers = Reordered(model.model.layers, lambda layers: [*layers, layers[0]])

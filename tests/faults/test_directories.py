@@ -381,7 +381,8 @@ def test_widths_that_disagree_with_the_tensors(copy: Path, capsys: pytest.Captur
     ("changes", "message"),
     [
         ({"dtype": "gloat32"}, "has no attribute 'gloat32'"),
-        ({"dtype": "nn"}, r"config\.json describes nothing"),
+        # transformers stops where it writes the config as text, which is left out in tests; then we do
+        ({"dtype": "nn"}, r"config\.json (describes nothing|has dtype)"),
         ({"model_type": "qwen3_mof"}, "qwen3_mof"),
         ({"model_type": None}, r"config\.json describes nothing that transformers"),
         ({"model_type": "llama"}, "LlamaForCausalLM has no mixture-of-experts layer"),
