@@ -14,6 +14,9 @@ from tests.modifiers.test_reconstruction_pass import SMALL, W4, many
 from tests.tiny import add_tokenizer
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def no_metric_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that starts with ``LLM_COMPRESSOR_LOG_DISABLED=true``; loguru has no way to remove a level."""

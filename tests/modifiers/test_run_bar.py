@@ -14,6 +14,8 @@ from tests.modifiers.harness import compress, pruning, save_tiny
 from tests.modifiers.test_reconstruction_pass import BLOCK, SMALL, W4, many, recipe
 from tests.tiny import add_tokenizer
 
+pytestmark = pytest.mark.slow
+
 RUN: dict[str, Any] = {"dataset": many(), "batch_size": 8, "moe_calibrate_all_experts": False}
 
 
