@@ -13,6 +13,8 @@ from tests.modifiers.harness import compress, save_tiny
 from tests.modifiers.test_reconstruction_pass import SMALL, W4, many
 from tests.tiny import add_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 pytestmark = pytest.mark.slow
 
