@@ -63,9 +63,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure the variants one after the other, and exit with status 1 if one failed."""
-    shape = dict(SMALL if args.small else FULL)
-    if args.layers:
-        shape["num_hidden_layers"] = args.layers
+    shape = chosen_shape(args)
     options = {
         name: getattr(args, name)
         for name in (
@@ -100,6 +98,24 @@ def measure(args: argparse.Namespace) -> None:
     print(table(record["variants"]))
     if any("error" in figures for figures in record["variants"].values()):
         sys.exit(1)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add options that all benchmarks have which serve these variants."""
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of cards per model")
+    parser.add_argument("--enable-expert-parallel", action="store_true", help="each of these cards has entire experts")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--logs", type=Path, help="directory for the output of engines, which is not kept by default")
+    parser.add_argument("--enforce-eager", action="store_true", help="use no graphs, for a machine without a card")
+
+
+def chosen_shape(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the shape of the variants by ``--small`` and ``--layers``."""
+    shape = dict(SMALL if args.small else FULL)
+    if args.layers:
+        shape["num_hidden_layers"] = args.layers
+    return shape
 
 
 def measure_in_process(
@@ -151,14 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         "--render", type=Path, nargs="+", metavar="FILE", help="write RESULTS.md from these files and measure nothing"
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS)
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of cards per model")
-    parser.add_argument("--enable-expert-parallel", action="store_true", help="each of these cards has entire experts")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    add_engine_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of widths, weights and prompts")
-    parser.add_argument("--logs", type=Path, help="directory for the output of engines, which is not kept by default")
     parser.add_argument("--small", action="store_true", help="use a tiny shape and little work, for a trial")
-    parser.add_argument("--enforce-eager", action="store_true", help="use no graphs, for a machine without a card")
     return parser
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import portable
-from benchmarks.serving.__main__ import measure_in_process
-from benchmarks.serving.checkpoints import FULL, SMALL, VARIANTS, write_checkpoint
+from benchmarks.serving.__main__ import add_engine_options, chosen_shape, measure_in_process
+from benchmarks.serving.checkpoints import VARIANTS, write_checkpoint
 from benchmarks.soak.figures import failures
 from benchmarks.soak.render import line
 from moe_coverage_plugin.manifest import Manifest
@@ -54,9 +54,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Serve all checkpoints, one after another or each on its own card, and exit with status 1 if one failed."""
-    shape = dict(SMALL if args.small else FULL)
-    if args.layers:
-        shape["num_hidden_layers"] = args.layers
+    shape = chosen_shape(args)
     options = {
         name: getattr(args, name)
         for name in (
@@ -169,15 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the checkpoints at the same time, each on one of these cards",
     )
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="bound of an answer's median difference")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of cards per model")
-    parser.add_argument("--enable-expert-parallel", action="store_true", help="each of these cards has entire experts")
+    add_engine_options(parser)
     parser.add_argument("--max-model-len", type=int, help=f"by default {MAX_MODEL_LEN}")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=0, help="seed of widths, weights and requests")
-    parser.add_argument("--logs", type=Path, help="directory for the output of engines, which is not kept by default")
     parser.add_argument("--small", action="store_true", help="use a tiny shape and few answers, for a trial")
-    parser.add_argument("--enforce-eager", action="store_true", help="use no graphs, for a machine without a card")
     return parser
 
 

@@ -18,12 +18,10 @@ from moe_coverage_plugin.modeling.grouped_experts import replaced_forward
 
 # of the norm of hidden states: far above the rounding of bfloat16 sums in another order, far below a wrong argument
 TOLERANCE = 0.05
-
-Batch = Mapping[str, Tensor]
-
-
 # of the first sample, when layers are checked before other passes
 CHECKED_TOKENS = 8
+
+Batch = Mapping[str, Tensor]
 
 
 class LayerCall(NamedTuple):
