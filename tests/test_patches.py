@@ -41,7 +41,7 @@ from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from moe_coverage_plugin.checkpoint.expert_names import unchanged_names
+from moe_coverage_plugin.checkpoint.expert_names import fast_renaming
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_coverage_plugin"
@@ -245,25 +245,36 @@ def test_linearized_models_have_no_conversions_for_saving() -> None:
     assert "conversion" not in getsource(linearize_moe).partition('"""\n    non_linearized')[2]
 
 
-def test_saving_compiles_an_expression_for_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+@pytest.mark.parametrize("renames", [False, True])
+def test_saving_compiles_an_expression_for_each_tensor(renames: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    initialize = core_model_loading.WeightTransform.__init__
 
-    class Counted(core_model_loading.WeightRenaming):
-        def __init__(self, source: str, target: str) -> None:
-            made.append(source)
-            super().__init__(source, target)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        initialize(self, *args, **kwargs)
 
-    monkeypatch.setattr(core_model_loading, "WeightRenaming", Counted)
-    model = SimpleNamespace(_weight_conversions=[], config=None)
-    state = {f"layers.{layer}.{name}": torch.empty(1) for layer in (10, 2) for name in ("weight", "bias")}
+    conversions = [
+        # what the toolkit's loading leaves, and a family with names and a prefix of its own
+        core_model_loading.WeightRenaming(r"\.experts\.(\d+)\.up_proj\.", r".experts.\1.up_proj."),
+        core_model_loading.WeightRenaming(r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
+        core_model_loading.PrefixChange(prefix_to_remove="base"),
+    ]
+    conversions = conversions if renames else []
+    monkeypatch.setattr(core_model_loading.WeightTransform, "__init__", counted)
+    model = SimpleNamespace(_weight_conversions=conversions, config=None)
+    names = ("up_proj.weight", "gate_proj.weight_packed", "gate_proj.bias", "down_proj.weight")
+    paths = [f"layers.{layer}.experts.{expert}" for layer in (10, 2) for expert in (11, 3)]
+    state = {f"{path}.{name}": torch.empty(1) for path in paths for name in names}
     found = core_model_loading.revert_weight_conversion(model, state)  # pyright: ignore[reportArgumentType]
-    assert sorted(made) == sorted(state)
+    assert len(made) == len(state) + len(conversions)
     saving: Any = modeling_utils
-    with unchanged_names():
+    with fast_renaming():
         ours = saving.revert_weight_conversion(model, state)
-    assert len(made) == len(state)
+    assert len(made) == len(state) + 2 * len(conversions)
     assert list(ours) == list(found)
-    assert all(ours[name] is found[name] is state[name] for name in state)
+    assert ("base.layers.2.experts.3.w1.bias" in ours) == renames
+    assert {name: id(tensor) for name, tensor in ours.items()} == {name: id(tensor) for name, tensor in found.items()}
     assert saving.revert_weight_conversion is core_model_loading.revert_weight_conversion
 
 

@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
     dot_natural_key,
+    rename_source_key,
 )
 
 from moe_coverage_plugin.modeling.expert_lists import ListedExperts
@@ -44,21 +45,26 @@ def keep_family_names(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def unchanged_names() -> Iterator[None]:
-    """Let transformers save tensors of models without conversions under their names, in the same order as always.
+def fast_renaming() -> Iterator[None]:
+    """Let transformers rename tensors of models whose conversions only rename, in the same order as always.
 
     It compiles a regular expression for each tensor, of which a quantized model has tens of thousands.
     """
     saving: Any = modeling_utils
     revert = saving.revert_weight_conversion
 
-    def sort_or_revert(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        if getattr(model, "_weight_conversions", None) == []:
-            return {name: state_dict[name] for name in sorted(state_dict, key=dot_natural_key)}
-        return revert(model, state_dict)
+    def rename_or_revert(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is None or not all(isinstance(each, WeightRenaming) for each in conversions):
+            return revert(model, state_dict)
+        renamings: Any = [each.reverse_transform() for each in reversed(conversions)]
+        names = sorted(state_dict, key=dot_natural_key)
+        renamed = {rename_source_key(name, renamings, [], reverse=True)[0]: state_dict[name] for name in names}
+        # tensors of one name are for transformers to merge or to report
+        return renamed if len(renamed) == len(names) else revert(model, state_dict)
 
-    # patch: unchanged-names
-    saving.revert_weight_conversion = sort_or_revert
+    # patch: fast-renaming
+    saving.revert_weight_conversion = rename_or_revert
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from moe_coverage_plugin.checkpoint.binding import METHOD, RECORD, Save, bind
 from moe_coverage_plugin.checkpoint.calibrated_scales import watch_quantizers
 from moe_coverage_plugin.checkpoint.entry import loads_in_transformers, write_entry
-from moe_coverage_plugin.checkpoint.expert_names import keep_family_names, stores_single_experts, unchanged_names
+from moe_coverage_plugin.checkpoint.expert_names import fast_renaming, keep_family_names, stores_single_experts
 from moe_coverage_plugin.checkpoint.left_out import LEFT_OUT_KEY, find_left_out
 from moe_coverage_plugin.checkpoint.model_card import write_card
 from moe_coverage_plugin.checkpoint.origin import Origin
@@ -140,7 +140,7 @@ def _save(
         kwargs.setdefault("max_shard_size", largest_layer_bytes(model))
     writes = is_main_process and is_source_process()
     with staged(target, writes) as staging:
-        with _without_steps_of_toolkit(), one_decompress_hook(model), unchanged_names():
+        with _without_steps_of_toolkit(), one_decompress_hook(model), fast_renaming():
             toolkit_save(str(staging), is_main_process=is_main_process, **kwargs)
         if writes:
             _add_companions(model, record, manifest, quantized, target.absolute(), staging)
