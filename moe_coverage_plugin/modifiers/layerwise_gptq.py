@@ -13,6 +13,7 @@ from compressed_tensors.offload import get_execution_device, update_offload_para
 from compressed_tensors.quantization import QuantizationStrategy
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq.helpers import assign_batches
 from llmcompressor.modifiers.quantization import QuantizationMixin
 from llmcompressor.modifiers.quantization.calibration import (
     apply_calibration_status,
@@ -20,6 +21,7 @@ from llmcompressor.modifiers.quantization.calibration import (
     observe,
 )
 from llmcompressor.utils.helpers import DisableQuantization
+from loguru import logger
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch import distributed as dist
@@ -34,6 +36,7 @@ from moe_coverage_plugin.calibration.observation import decoder_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers
+from moe_coverage_plugin.modifiers.gptq_batches import quantize_modules
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
 from moe_coverage_plugin.modifiers.oneshot_run import prepare
 from moe_coverage_plugin.modifiers.resumption import run_progress
@@ -49,8 +52,9 @@ TITLE, COST = "Quantization", 3.0
 class LayerwiseGPTQModifier(GPTQModifier):
     """GPTQ in a pass of its own, layer by layer, that computes the experts of a layer together.
 
-    Weights are quantized by the toolkit's GPTQ. What differs is where its Hessian matrices are from: those of an
-    expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
+    Weights are quantized by the toolkit's arithmetic
+    (:mod:`~moe_coverage_plugin.modifiers.gptq_batches`). What differs is where its Hessian matrices are from: those of
+    an expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
 
     Directly behind ``ChannelPruningModifier(reconstruct=True)`` there is no pass: each layer is quantized right after
     it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``.
@@ -231,6 +235,24 @@ class LayerwiseGPTQModifier(GPTQModifier):
                 own = {name: getattr(module, name).detach() for name in QUANTIZED if hasattr(module, name)}
                 for name, value in gather_over_ranks(own)[owner].items():
                     update_offload_parameter(module, name, value)
+
+    def compress_module_list(self, module_list: list[Module]) -> None:
+        """Quantize modules that have a Hessian matrix, those of one shape together, and log their errors.
+
+        Values are read from the device once for all of them, and the toolkit's log of memory for each is left out.
+        """
+        assert self.dampening_frac is not None
+        for batch in assign_batches(module_list, self.batched_quantization, self.block_size):
+            names = [self._module_names[module] for module in batch]
+            logger.info(f"Quantizing {len(batch)} module(s): {names}")
+            errors, nearest = quantize_modules(
+                batch, self._hessians, self._num_samples, self.block_size, self.dampening_frac
+            )
+            for name, error in zip(names, errors, strict=True):
+                logger.log("METRIC", f"{name}: error {error:.2f}")
+            # the toolkit warns of them
+            self._rtn_fallback_module_names += [name for name, each in zip(names, nearest, strict=True) if each]
+            self._num_compressed_modules += len(batch)
 
     def _modules_of(self, step: DecoderStep) -> list[Linear]:
         return [
