@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.decoder_chain import Calls, DecoderChain, few_tokens
+from moe_coverage_plugin.calibration.decoder_chain import TOLERANCE, Calls, DecoderChain, few_tokens
 from moe_coverage_plugin.calibration.hidden_states import moved_state
 from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
@@ -62,17 +62,22 @@ class DecoderStep:
         layers: the MoE layers to visit that are in it, in the order of the model.
     """
 
-    def __init__(self, decoder_layer: Module, layers: list[MoELayer], states: _States):
+    def __init__(self, decoder_layer: Module, layers: list[MoELayer], states: _States, last: bool = False):
         self.decoder_layer, self.layers = decoder_layer, layers
-        self._states = states
+        self._states, self._last = states, last
         self._finished = False
+        # of the experts, if the states are what the layer outputs without them
+        self._added: LayerInputs | None = None
+        self.repeats = False
 
     @property
     def current(self) -> CurrentBatch:
         """The batch that the layer computes now, for hooks inside it."""
         return self._states.current
 
-    def observe(self, changes: bool = False, hooked: bool = False) -> list[tuple[MoELayer, LayerInputs]]:
+    def observe(
+        self, changes: bool = False, hooked: bool = False, only_experts: bool = False
+    ) -> list[tuple[MoELayer, LayerInputs]]:
         """Take all batches through the decoder layer and keep what its experts get.
 
         Args:
@@ -81,16 +86,21 @@ class DecoderStep:
             hooked: whether others look at values inside the layer that depend on what its experts output
                 (:meth:`depends_on_experts`). Otherwise the experts of a layer that will change need not compute, if it
                 is the only one.
+            only_experts: whether nothing but the experts will be changed. What the layer outputs without them is then
+                kept, and :meth:`finish` adds what they output, if the sum of both is the output of the layer.
         """
         states = self._states
+        unused = (changes or self._last) and not hooked and len(self.layers) == 1
+        adds = unused and changes and only_experts and not self._last and self._adds_experts()
+        self.repeats = changes and only_experts and not self._last and not adds
         with ExitStack() as stack:
             inputs = [LayerInputs(layer.num_experts, states.tokens, states.places.inputs) for layer in self.layers]
             for layer, each in zip(self.layers, inputs, strict=True):
-                unused = changes and not hooked and len(self.layers) == 1
-                forward = _zeros if unused else _experts(layer).forward
+                forward = _zeros if unused else _experts(layer, states.on_gpu).forward
                 stack.enter_context(replaced_forward(layer.experts, self._keeping(each, forward)))
-            states.through(self.decoder_layer, keep=not changes)
+            states.through(self.decoder_layer, keep=adds or not (changes or self._last))
         self._finished = not changes
+        self._added = inputs[0] if adds else None
         return list(zip(self.layers, inputs, strict=True))
 
     def depends_on_experts(self, modules: Sequence[Module]) -> bool:
@@ -115,9 +125,35 @@ class DecoderStep:
 
     def finish(self) -> None:
         """Let the pass go on behind the layer, with what it outputs now."""
-        if not self._finished:
-            with _grouped(self.layers):
+        if self._finished or self._last:
+            return
+        if self._added is None:
+            with _grouped(self.layers, self._states.on_gpu):
                 self._states.through(self.decoder_layer)
+            return
+        inputs, self._added = self._added, None
+        self._states.add(_experts(self.layers[0], self._states.on_gpu).forward, inputs)
+
+    def _adds_experts(self) -> bool:
+        """Whether the output of the layer is what it outputs without its experts plus their outputs.
+
+        The layer computes the first batch, as it is now, in both ways. Padding is in no inputs of experts, and inputs
+        in host memory take longer to copy than attention to compute.
+        """
+        states, (layer,) = self._states, self.layers
+        if states.padded or states.places.inputs != states.device:
+            return False
+        inputs = LayerInputs(layer.num_experts, states.positions_of_first, states.device)
+        experts = _experts(layer)
+        with replaced_forward(layer.experts, experts.forward):
+            expected = states.first_batch(self.decoder_layer)
+        with replaced_forward(layer.experts, self._keeping(inputs, _zeros)):
+            others = states.first_batch(self.decoder_layer)
+        added = experts.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+        if added.dtype != others.dtype or added.numel() != others.numel():
+            return False
+        difference = (others + added.view_as(others)).double() - expected.double()
+        return bool(difference.norm() <= TOLERANCE * added.double().norm())
 
     def _keeping(self, inputs: LayerInputs, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def keep(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -158,11 +194,19 @@ def visit_layers(
                 "free GPU memory"
             )
         with LoadedLayers(states.decoder_layers) as loaded:
-            for decoder_layer in with_progress(loaded, title, total=len(loaded), unit="layer"):
+            repeated = 0
+            for index, decoder_layer in enumerate(with_progress(loaded, title, total=len(loaded), unit="layer")):
                 inside = {id(module) for module in decoder_layer.modules()}
-                step = DecoderStep(decoder_layer, [layer for layer in layers if id(layer.moe) in inside], states)
+                inner = [layer for layer in layers if id(layer.moe) in inside]
+                step = DecoderStep(decoder_layer, inner, states, last=index + 1 == len(loaded))
                 visit(step)
                 step.finish()
+                repeated += step.repeats
+            if repeated:
+                logger.info(
+                    f"{title}: {repeated} of {len(loaded)} layers computed all batches twice, because samples are "
+                    "padded, inputs of experts are in host memory, or a layer does not add what its experts output"
+                )
 
 
 @torch.no_grad()
@@ -195,18 +239,23 @@ def _first_states(model: PreTrainedModel, layers: Sequence[MoELayer], batches: S
 
 
 @contextmanager
-def _grouped(layers: Sequence[MoELayer]) -> Iterator[None]:
+def _grouped(layers: Sequence[MoELayer], hold: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in layers:
             # patch: grouped-experts
-            stack.enter_context(replaced_forward(layer.experts, _experts(layer).forward))
+            stack.enter_context(replaced_forward(layer.experts, _experts(layer, hold).forward))
         yield
 
 
-def _experts(layer: MoELayer) -> GroupedExperts | RaggedExperts:
-    """The fast forward of the experts as they are now."""
+def _experts(layer: MoELayer, hold: bool = False) -> GroupedExperts | RaggedExperts:
+    """The fast forward of the experts as they are now.
+
+    Args:
+        layer: the layer.
+        hold: copy the weights once and not for each batch, for experts on a GPU; the copy takes as much memory.
+    """
     widths = {expert_width(mlp) for mlp in layer.mlps} - {0}
-    return GroupedExperts(layer, LinearProjection) if len(widths) == 1 else RaggedExperts(layer)
+    return RaggedExperts(layer) if hold or len(widths) > 1 else GroupedExperts(layer, LinearProjection)
 
 
 def _nan(hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
@@ -245,10 +294,35 @@ class _States:
                 self._hidden.append(moved_state(hidden, self.places.states))
                 self._calls.append(calls)
 
-    def first_batch(self, layer: Module) -> None:
-        """Take the first batch through a decoder layer; its outputs are not kept."""
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model computes on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def padded(self) -> bool:
+        """Whether any batch has padding."""
+        return any(each.real_T is not None for each in self._batches)
+
+    @property
+    def positions_of_first(self) -> int:
+        """Tokens of the first batch, padding included."""
+        return len(self._batches[0].held_T)
+
+    def first_batch(self, layer: Module) -> Tensor:
+        """Take the first batch through a decoder layer; its outputs are returned, not kept."""
         self.current = self._batches[0]
-        self._chain.call(layer, self._calls[0], self._hidden[0])
+        return self._chain.call(layer, self._calls[0], self._hidden[0])
+
+    def add(self, experts: Callable[..., Tensor], inputs: LayerInputs) -> None:
+        """Add to the states of all batches, none of which is padded, what experts output for their inputs."""
+        sizes = [len(each.held_T) for each in self._batches]
+        parts = zip(*(values.split(sizes) for values in (inputs.x_TH, inputs.ids_TK, inputs.weights_TK)), strict=True)
+        for index, part in enumerate(parts):
+            hidden = self._hidden[index]
+            added = experts(*part)
+            output = hidden.to(added.device, non_blocking=True) + added.view_as(hidden)
+            self._hidden[index] = moved_state(output, self.places.states, hidden)
 
     def through(self, layer: Module, keep: bool = True) -> None:
         """Take all batches through a decoder layer; its outputs replace its inputs if they are kept."""

@@ -114,12 +114,14 @@ class LayerwiseGPTQModifier(GPTQModifier):
         QuantizationMixin.end_calibration(self, state.model)
 
     def _visit(self, kept: KeptLayers, step: DecoderStep) -> None:
+        if not step.layers and not self.changes_others(step):
+            return
         if (tensors := kept.load()) is not None:
             restore(step.decoder_layer, tensors)
             self.freeze(step)
             return
         with self.watched(step) as hooked:
-            inputs = step.observe(changes=True, hooked=hooked)
+            inputs = step.observe(changes=True, hooked=hooked, only_experts=not self.changes_others(step))
         for layer, each in inputs:
             self.quantize_experts(layer, each)
         self.quantize_others(step)
@@ -163,6 +165,10 @@ class LayerwiseGPTQModifier(GPTQModifier):
             for handle in handles:
                 handle.remove()
             self._others.forget_last()
+
+    def changes_others(self, step: DecoderStep) -> bool:
+        """Return whether linear layers outside of experts of a decoder layer that is watched are to be quantized."""
+        return bool(self._modules_of(step))
 
     def quantize_others(self, step: DecoderStep) -> None:
         """Quantize the linear layers outside of experts of a decoder layer that was watched."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageModifier
 from moe_coverage_plugin.calibration import layerwise, observation
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
@@ -251,6 +252,78 @@ def test_two_moe_layers_in_one_decoder_layer():
     layers = find_moe_layers(model)
     assert recorder.visited == [[layer.name for layer in layers[:2]], [layers[2].name]]
     assert_same(recorder.seen[layers[2].name], expected[layers[2].name])
+
+
+# --- layers of which only experts change
+
+
+class OnlyExperts(Recorder):
+    """Changes only experts, and counts the batches that each decoder layer with experts computes."""
+
+    def __init__(self, change: Callable[[MoELayer], None]):
+        super().__init__(change)
+        self.change = change
+        self.calls: list[int] = []
+        self.repeats: list[bool] = []
+
+    def visit(self, step: DecoderStep) -> None:
+        if not step.layers:
+            return
+        number = len(self.calls)
+        self.calls.append(0)
+
+        def count(*_: Any) -> None:
+            self.calls[number] += 1
+
+        step.decoder_layer.register_forward_hook(count)
+        for layer, inputs in step.observe(changes=True, only_experts=True):
+            self.seen[layer.name] = inputs.x_TH, inputs.ids_TK, inputs.weights_TK
+            self.change(layer)
+        self.repeats.append(step.repeats)
+
+
+def scaled(layer: Module) -> None:
+    """Let a decoder layer output twice what it does."""
+    layer.register_forward_hook(
+        lambda _module, _args, output: (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("other", [None, "padded", "scaled", "on the host"])
+def test_a_layer_adds_what_its_changed_experts_output(
+    family: str, other: str | None, monkeypatch: pytest.MonkeyPatch, log: list[str]
+):
+    """Its attention computes once for all batches and twice for the first, unless its output is another sum."""
+    if other is not None and family != "qwen3_moe":
+        pytest.skip("of one family")
+    # Granite multiplies what it adds to the residual stream
+    config = {"residual_multiplier": 0.22} if family == "granitemoe" else {}
+    model, batches = random_model(family, **config), data("right" if other == "padded" else "none")
+    if other == "scaled":
+        for layer in model.model.layers:
+            scaled(layer)
+    if other == "on the host":
+        places = layerwise._Places(torch.device("cpu"), torch.device("meta"))
+        monkeypatch.setattr(layerwise._States, "places", property(lambda _: places, lambda *_: None), raising=False)
+        monkeypatch.setattr(
+            layerwise, "LayerInputs", lambda experts, tokens, _: LayerInputs(experts, tokens, torch.device("cpu"))
+        )
+    layers = find_moe_layers(model)
+    recorder = OnlyExperts(shrink)
+    visit_layers(model, layers, batches, recorder.visit, "Test")
+    # the model's own forward calls the layers, too
+    *calls, calls_of_last = recorder.calls
+    expected = own_forward(model, batches)
+    for layer in layers[1:]:
+        assert_same(recorder.seen[layer.name], expected[layer.name])
+    repeats = other is not None or family == "granitemoe"
+    assert recorder.repeats == [repeats] * len(calls) + [False]
+    checks = 0 if other in ("padded", "on the host") else 2
+    assert calls == [len(batches) * (2 if repeats else 1) + checks] * len(calls)
+    # nothing sees its outputs
+    assert calls_of_last == len(batches)
+    assert any("computed all batches twice" in line for line in log) == repeats
 
 
 # --- layers behind experts

@@ -21,8 +21,10 @@ from moe_coverage_plugin import (
     ChannelPruningModifier,
     CoverageError,
     CoverageModifier,
+    LayerwiseGPTQModifier,
     load,
 )
+from moe_coverage_plugin.calibration import layerwise
 from moe_coverage_plugin.core.refit import FEWEST_TOKENS
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.moe_layers import expert_width, find_moe_layers
@@ -291,6 +293,30 @@ def test_removed_experts_get_no_tokens_and_no_fit(small: Path, log: list[str]):
     flat = flat_widths(model)
     assert 0 in flat
     assert sum(reported(log)) == sum(0 < width < CHANNELS for width in flat)
+
+
+@pytest.mark.parametrize("ignore", [None, ["lm_head", "re:.*self_attn.*"], ["lm_head"]])
+def test_adding_outputs_of_experts_changes_no_bit(small: Path, monkeypatch: pytest.MonkeyPatch, ignore: list[str]):
+    """Layers of which only experts change do not compute attention again; with its quantizer all do."""
+    found: list[list[bool]] = []
+    models = []
+    for adds in (layerwise.DecoderStep._adds_experts, lambda _: False):
+        results: list[bool] = []
+
+        def check(step: Any, adds: Any = adds, results: list[bool] = results) -> bool:
+            results.append(adds(step))
+            return results[-1]
+
+        monkeypatch.setattr(layerwise.DecoderStep, "_adds_experts", check)
+        quantizer = [] if ignore is None else [LayerwiseGPTQModifier(**W4 | {"ignore": ignore})]
+        models.append(compress(small, [*recipe(), *quantizer], dataset=many(), batch_size=8))
+        found.append(results)
+    # not of the last layer
+    assert found == ([[True], [False]] if ignore != ["lm_head"] else [[], []])
+    assert widths(models[0]) == widths(models[1])
+    for one, other in zip(*(model.state_dict().items() for model in models), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1]), one[0]
 
 
 # --- with other options
