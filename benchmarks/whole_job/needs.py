@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
-from moe_coverage_plugin.calibration.interactions import SCORED
+from moe_coverage_plugin.calibration.interactions import MATRICES, SCORED
 from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
 from moe_coverage_plugin.modifiers.reconstruction_pass import REFITTED
 from moe_coverage_plugin.modifiers.reconstruction_pass import TOKENS as REFIT_TOKENS
 

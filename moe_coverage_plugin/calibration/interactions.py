@@ -17,12 +17,16 @@ from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.files.progress import Progress
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections
+from moe_coverage_plugin.modeling.memory import free_memory
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
 
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST = "Channel interactions", 2.0
-# experts that are scored together: each step of obs takes a few small products, which one more expert hardly slows
-SCORED = 64
+# experts that are scored together at least: each step of obs takes a few small products, which one more expert hardly
+# slows; on a GPU, as many more as take this part of its free memory
+SCORED, SHARE = 64, 0.25
+# float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
+MATRICES = 8
 # name of what is kept of a layer, before the name of the layer
 SCORES = "interactions"
 
@@ -54,7 +58,7 @@ def interaction_scores(
             return
         for layer, inputs in step.observe():
             tokens_E = inputs.count_tokens()
-            chunks = torch.arange(layer.num_experts).split(SCORED)
+            chunks = torch.arange(layer.num_experts).split(_scored_together(layer, inputs.device))
             parts = [_scores_of(layer, each.tolist(), inputs, tokens_E, gradients[layer.name]) for each in chunks]
             scores[layer.name] = torch.cat(parts)
             if progress is not None:
@@ -62,6 +66,13 @@ def interaction_scores(
 
     visit_layers(model, layers, batches, score, TITLE)
     return torch.stack([scores[layer.name] for layer in layers])
+
+
+def _scored_together(layer: MoELayer, device: torch.device) -> int:
+    if device.type == "cpu":
+        return SCORED
+    _, channels = uniform_shape([layer])
+    return max(SCORED, int(SHARE * free_memory(device)) // (8 * MATRICES * channels**2))
 
 
 def _kept_scores(progress: Progress, layers: Sequence[MoELayer]) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_coverage_plugin.core.factors import inverse_factor
 from moe_coverage_plugin.core.reconstruction import RIDGE
 
 # least relative increase of the score from one removed channel to the next
@@ -143,7 +144,13 @@ def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     active_E = scale_E > 0
     _diagonal(gram_EII).add_((ridge * scale_E)[:, None])
     gram_EII[~active_E] = torch.eye(gram_EII.shape[-1], dtype=gram_EII.dtype, device=gram_EII.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram_EII)), active_E
+    # on a GPU, cholesky_inverse would take one matrix after the other
+    factor_EII, solved_E = inverse_factor(gram_EII)
+    if not bool(solved_E.all()):
+        raise torch.linalg.LinAlgError(  # pyright: ignore[reportPrivateImportUsage] - a documented name
+            "a Gram matrix with its ridge is not positive definite"
+        )
+    return factor_EII.mT @ factor_EII, active_E
 
 
 def _remove_channel(inverse: _Updated, curvature: _Updated, channel_E1: Tensor) -> None:

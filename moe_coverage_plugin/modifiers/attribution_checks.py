@@ -14,16 +14,13 @@ from llmcompressor.utils.dev import get_main_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.interactions import SCORED
+from moe_coverage_plugin.calibration.interactions import MATRICES, SCORED
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers
 from moe_coverage_plugin.modeling.memory import free_memory
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, projections, uniform_shape
 from moe_coverage_plugin.options import AttributionOptions
-
-# float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
-MATRICES = 8
 
 
 def check_predicted_tokens(options: AttributionOptions, batches: Sequence[dict[str, Tensor]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_coverage_plugin.calibration import interactions
 from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
@@ -154,3 +155,13 @@ def test_other_metrics_keep_no_moments(family):
     assert not any(
         "output_HH" in GradientObserver(layers[0], metric).sums for metric in ("fisher", "gradient", "snip")
     )
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(0, 64), (8, 64), (16, 113), (64, 455)])
+def test_as_many_experts_are_scored_together_as_fit(monkeypatch: pytest.MonkeyPatch, gib: int, expected: int):
+    """A quarter of free GPU memory takes so many sets of 8 float64 matrices of 768 channels; 64 in any case."""
+    monkeypatch.setattr(interactions, "free_memory", lambda _: gib * 2**30)
+    monkeypatch.setattr(interactions, "uniform_shape", lambda _: (512, 768))
+    layer: Any = None
+    assert interactions._scored_together(layer, torch.device("cuda")) == expected
+    assert interactions._scored_together(layer, torch.device("cpu")) == 64

@@ -274,3 +274,10 @@ def test_pooled_curvature_is_at_least_float32(dtype: torch.dtype):
     found_II = pooled_curvature(expert.down_HI.to(dtype), expert.moments, curvature_II.diagonal())
     assert found_II.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found_II.double(), curvature_II, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gram_matrix_that_is_not_positive_definite():
+    """Not one of real activations: it stops the scoring instead of becoming scores."""
+    gram_EII = torch.diag_embed(torch.tensor([[1.0, 2.0, 3.0], [1.0, 4.0, -1.0]]))
+    with pytest.raises(RuntimeError, match="not positive definite"):
+        obs_scores(gram_EII, torch.eye(3).expand(2, 3, 3))
