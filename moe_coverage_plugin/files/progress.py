@@ -117,7 +117,11 @@ class Progress:
         try:
             self._wait()
         finally:
+            pinned = self._copy is not None and self._copy.is_pinned()
             self._copy = None
+            if pinned:
+                # PyTorch would keep the memory
+                torch.accelerator.empty_host_cache()
 
     def load(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors kept under a name, on the CPU; ``None`` if there are none or if they are damaged."""
@@ -195,13 +199,18 @@ class Progress:
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the CPU, all in one piece of memory: new memory takes longer than the copies."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        cards = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         if self._copy is None or self._copy.numel() < sum(sizes):
             # freed before its successor is allocated
             self._copy = None
-            self._copy = torch.empty(sum(sizes), dtype=torch.uint8)
+            # copies from a card to memory that is not pinned take several times as long
+            self._copy = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(cards))
         copies = {}
         for (key, tensor), place in zip(tensors.items(), self._copy[: sum(sizes)].split(sizes), strict=True):
-            copies[key] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            copy = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[key] = copy.copy_(tensor.detach(), non_blocking=True)
+        for card in cards:
+            torch.cuda.synchronize(card)
         return copies
 
     def _write(self, path: Path, stored: Mapping[str, Tensor]) -> None:
