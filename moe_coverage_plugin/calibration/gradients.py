@@ -22,6 +22,7 @@ from moe_coverage_plugin.core.gradients import (
     products,
     snip_scores,
 )
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
 from moe_coverage_plugin.modeling.routing import Routing
@@ -43,12 +44,19 @@ class GradientObserver:
         # the paper's metrics use every projection, fisher and obs the input of down_proj
         every = list(projections(layer.mlps[0]))
         self._projections = every if metric in ("gradient", "activation_gradient", "snip") else ["down_proj"]
-        self.sums = {"nll_3E": torch.zeros(len(NllSums._fields), experts, dtype=torch.float64)}
-        self.sums["gradient_UEI"] = torch.zeros(len(self._projections), experts, channels, dtype=torch.float64)
+        down = projections(layer.mlps[0])["down_proj"]
+        # on the device, because each copy to the CPU waits for it
+        shapes = {
+            "nll_3E": (len(NllSums._fields), experts),
+            "gradient_UEI": (len(self._projections), experts, channels),
+        }
         if metric in ("fisher", "obs"):
-            self.sums["squares_EI"] = torch.zeros(experts, channels, dtype=torch.float64)
+            shapes["squares_EI"] = (experts, channels)
+        self.sums = {
+            name: torch.zeros(shape, dtype=torch.float64, device=get_execution_device(down))
+            for name, shape in shapes.items()
+        }
         if metric == "obs":
-            down = projections(layer.mlps[0])["down_proj"]
             # also on a rank without any gradient, because ranks exchange these sums
             self.sums["output_HH"] = torch.zeros(
                 down.out_features,
@@ -105,9 +113,10 @@ class GradientObserver:
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
 
     def _add_terms(self, terms_MI: Tensor, lengths_E: Tensor) -> None:
-        self._batch["down_proj"] = segment_sums(terms_MI, lengths_E)
         # in float64, because terms are squares of small gradients
-        self._batch["squares_EI"] = segment_sums(terms_MI.double().square(), lengths_E)
+        terms_MI = terms_MI.double()
+        self._batch["down_proj"] = segment_sums(terms_MI, lengths_E)
+        self._batch["squares_EI"] = segment_sums(terms_MI.square(), lengths_E)
 
     def _on_output_moments(self, routing: Routing, grad_MH: Tensor) -> None:
         """Add the second moments of the gradients at the experts' outputs.
@@ -119,7 +128,9 @@ class GradientObserver:
         unit_M = weights_M / norm_T.clamp(min=torch.finfo(weights_M.dtype).tiny)[routing.tokens_M]
         output_HH = self.sums["output_HH"]
         grad_TH = _over_slots((grad_MH * unit_M[:, None]).to(output_HH.dtype), routing, slots)
-        output_HH.addmm_(grad_TH.T, grad_TH)
+        # gradients in 16 bits were rounded more than their sums over slots are in TF32
+        with tf32_products(grad_MH.dtype in SIXTEEN_BITS):
+            output_HH.addmm_(grad_TH.T, grad_TH)
 
     def _on_projection_grad(
         self, name: str, lengths_E: Tensor, x_MH: Tensor, value_MI: Tensor, grad_MI: Tensor
@@ -156,7 +167,7 @@ class GradientObserver:
         """
         assert not predicted or "nll" in self._batch, f"no gradient of the loss arrived at {self.layer.name}"
         for name, sums in self._batch.items():
-            self._place(name).add_(sums.cpu())
+            self._place(name).add_(sums)
         self._batch = {}
 
     def _place(self, name: str) -> Tensor:
@@ -172,4 +183,4 @@ class GradientObserver:
 
 def _over_slots(rows_M: Tensor, routing: Routing, slots: int) -> Tensor:
     """Sums over the slots of each token, in the same order every time."""
-    return torch.zeros_like(rows_M).index_copy(0, routing.places_M, rows_M).unflatten(0, (slots, -1)).sum(0)
+    return torch.empty_like(rows_M).index_copy_(0, routing.places_M, rows_M).unflatten(0, (slots, -1)).sum(0)

@@ -43,7 +43,8 @@ class NllSums(NamedTuple):
 def products(value_MI: Tensor, grad_MI: Tensor) -> Tensor:
     """``v_tc dNLL/dv_tc`` of each token, in float32 or wider."""
     assert value_MI.shape == grad_MI.shape
-    return _wide(value_MI) * _wide(grad_MI)
+    # the product is in the wider dtype, without a copy of both factors in it
+    return _wide(value_MI) * grad_MI.detach()
 
 
 def fisher_terms(products_MI: Tensor) -> Tensor:
