@@ -56,8 +56,8 @@ PROMPT = 32
 
 PRUNINGS: dict[tuple[str, str], Callable[[float], Recipe]] = {
     ("unpruned", "all"): lambda _p: channels(0.0, UNIFORM, BLOCKS),
-    ("recommended", "exact"): lambda p: recommended(p, None, reconstruct=True),
-    ("recommended", "64"): lambda p: recommended(p, BLOCKS, reconstruct=True),
+    ("recommended", "exact"): lambda p: recommended(p, None),
+    ("recommended", "64"): lambda p: recommended(p),
     ("paper", "exact"): lambda p: channels(p, PAPER),
     ("paper", "64"): lambda p: channels(p, PAPER, HAMILTON),
 }

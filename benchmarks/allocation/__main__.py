@@ -55,6 +55,7 @@ def _plan(args: argparse.Namespace) -> runs.Plan:
         tables=args.tables,
         own=args.own,
         share=args.share,
+        scores=args.scores,
     )
 
 
@@ -106,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         default=(0, 1),
         metavar="I/N",
         help="measure the I-th of N parts of the missing rows",
+    )
+    parser.add_argument(
+        "--scores",
+        type=Path,
+        metavar="DIR",
+        help="keep the measured scores there, and take those that are there (default: a temporary directory)",
     )
     parser.add_argument("--results", type=Path, default=Path("out/allocation.jsonl"))
     parser.add_argument(

@@ -30,8 +30,8 @@ BATCH = 8
 EVALUATION_BATCH = 24
 """Windows per batch: large, because launching the kernels of small experts takes most of the time."""
 
-# modifiers of the toolkit that run a calibration themselves; the modifiers of this package read a score file
-CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier", "GPTQModifier")
+# modifiers that need a calibration; the others of this package read a score file
+CALIBRATES = ("REAPPruningModifier", "WandaPruningModifier", "GPTQModifier", "LayerwiseGPTQModifier")
 # every score file has the numbers of routed tokens, so the cheapest metric is sufficient
 USAGE: dict[str, Any] = {"channel_metric": "activation", "layer_noise": None}
 
@@ -66,8 +66,8 @@ class Bench:
         tokenizer: tokenizer of the model.
         evaluation: evaluation windows by the name of their text.
         device: device to compute on.
-        folder: directory for score files.
-        scoring_seconds: seconds that each score file took.
+        folder: directory for score files; those that are there already are taken.
+        scoring_seconds: seconds that each score file took here.
     """
 
     pristine: PreTrainedModel
@@ -111,7 +111,9 @@ class Bench:
             fields["expert_importance"] = NLL_IMPORTANCES[0]
         name = "-".join(map(str, (*fields.values(), calibration.sha256)))
         path = self.folder / f"{name}.safetensors"
-        if path not in self.scoring_seconds:
+        if path.exists():
+            self.scoring_seconds.setdefault(path, 0.0)
+        else:
             start = time.perf_counter()
             self._oneshot(self._copy(), {"AttributionModifier": fields | {"save_scores": str(path)}}, calibration)
             self.scoring_seconds[path] = time.perf_counter() - start
@@ -120,7 +122,7 @@ class Bench:
     def compress(self, setting: Setting, calibration: Windows) -> PreTrainedModel:
         """Return a pruned and quantized copy of the model; the top-k of its routers is unchanged."""
         model = self._copy()
-        modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits, setting.gptq)
+        modifiers = copy.deepcopy(setting.recipe.modifiers) | quantizer(setting.bits, setting.rounding)
         scores = self.score_file(setting, calibration)
         if scores is not None and "AttributionModifier" in modifiers:
             modifiers["AttributionModifier"]["scores"] = str(scores)

@@ -12,10 +12,14 @@ from moe_coverage_plugin.options.pruning import Refit
 Modifiers = dict[str, dict[str, Any]]
 Fields = Mapping[str, Any]
 RemovalScope = Literal["layer", "model"]
+Rounding = Literal["nearest", "gptq"]
+
+QUANTIZERS: dict[Rounding, str] = {"nearest": "QuantizationModifier", "gptq": "LayerwiseGPTQModifier"}
 
 BLOCK = 64
 HAMILTON = {"block_size": BLOCK, "min_width": BLOCK, "strategy": "hamilton", "rule": "l-r-c"}
 BLOCKS = {"block_size": BLOCK, "strategy": "blocks"}
+WIDE_BLOCKS = {**BLOCKS, "block_size": 2 * BLOCK}
 
 # the paper's allocation: coverage on both levels; the prior of a layer is the rise of the loss without the layer
 PAPER = {
@@ -53,7 +57,7 @@ def channels(
     metric: str = "activation",
     importance: str = "first_order",
     noise: float = 1.0,
-    reconstruct: bool | Refit = False,
+    reconstruct: Refit | None = None,
 ) -> Recipe:
     """Recipe of the modifiers of this package.
 
@@ -64,7 +68,7 @@ def channels(
         metric: ``channel_metric``.
         importance: ``expert_importance``.
         noise: ``layer_noise``, set only if the allocation uses the loss of layers.
-        reconstruct: whether to fit the down projections of the kept channels, or which projections to fit.
+        reconstruct: projections of the kept channels to fit, ``None`` for no reconstruction.
     """
     weighs_layers = CoverageOptions(sparsity=sparsity, **coverage).uses_layer_loss
     modifiers: Modifiers = {
@@ -77,19 +81,23 @@ def channels(
     }
     if alignment is not None:
         modifiers["AlignmentModifier"] = dict(alignment)
-    # the rows that are stored were measured when reconstruction fitted down_proj only
-    fit = {"refit": "down" if reconstruct is True else reconstruct} if reconstruct else {}
     modifiers["ChannelPruningModifier"] = {
         "layout": "ragged",
-        "reconstruct": bool(reconstruct),
+        "reconstruct": reconstruct is not None,
         "pictures": False,
-    } | fit
+    } | ({"refit": reconstruct} if reconstruct else {})
     return Recipe(modifiers)
 
 
-def recommended(sparsity: float, alignment: Fields | None = BLOCKS, reconstruct: bool = False) -> Recipe:
-    """Recipe that keeps the best channels of the entire model by scores from one backward pass."""
-    return channels(sparsity, TOP_CHANNELS, alignment, metric="fisher", reconstruct=reconstruct)
+def recommended(
+    sparsity: float,
+    alignment: Fields | None = BLOCKS,
+    *,
+    metric: str = "obs",
+    reconstruct: Refit | None = "all",
+) -> Recipe:
+    """Recipe that keeps the channels that the loss depends on most, as ``recommended_p50`` does."""
+    return channels(sparsity, TOP_CHANNELS, alignment, metric=metric, reconstruct=reconstruct)
 
 
 def reap(sparsity: float) -> Recipe:
@@ -102,11 +110,15 @@ def wanda(sparsity: float) -> Recipe:
     return Recipe({"WandaPruningModifier": {"sparsity": sparsity, "targets": [r"re:.*[.]experts[.]\d+$"]}})
 
 
-def quantizer(bits: int, gptq: bool = False) -> Modifiers:
-    """Modifier that rounds weights to nearest or by GPTQ, symmetric, in groups of one block; none for 16 bits."""
+def quantizer(bits: int, rounding: Rounding = "nearest") -> Modifiers:
+    """Modifier that rounds weights, symmetric, in groups of one block; none for 16 bits.
+
+    Args:
+        bits: bits of a weight.
+        rounding: to nearest, or by GPTQ layer by layer in the pass of the reconstruction.
+    """
     if bits == 16:
         return {}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    name = "GPTQModifier" if gptq else "QuantizationModifier"
-    return {name: {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}}
+    return {QUANTIZERS[rounding]: {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}}

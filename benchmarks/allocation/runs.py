@@ -24,7 +24,7 @@ from benchmarks.commands import portable
 from benchmarks.plan import processor
 from moe_coverage_plugin.manifest import CoverageError
 
-OF_THE_RUN = ("--share", "--results")
+OF_THE_RUN = ("--share", "--scores", "--results")
 """Options that do not change a row, so its stored command leaves them out."""
 
 
@@ -45,6 +45,7 @@ class Plan:
         own: files of text that the model wrote itself, by ``moe-coverage sample``, one for each seed.
         share: index and number of shares of the missing rows, if several processes measure one comparison, each with
             its own copy of the results file.
+        scores: directory that keeps the measured scores, which such processes can share; ``None`` to delete them.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Plan:
     tables: str
     own: Sequence[Path] = ()
     share: tuple[int, int] = (0, 1)
+    scores: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,10 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
     todo = share_of(missing, *plan.share)
     print(f"{len(jobs)} rows, {len(missing)} of them not in {results}, {len(todo)} to measure here", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        scores = plan.scores or Path(folder)
+        scores.mkdir(parents=True, exist_ok=True)
         pristine = open_linear(plan.model, getattr(torch, plan.dtype), device)
-        bench = Bench(pristine, tokenizer, evaluation, device, Path(folder))
+        bench = Bench(pristine, tokenizer, evaluation, device, scores)
         for number, job in enumerate(todo, 1):
             row = measured_row(bench, job)
             rows.append_row(results, row)
@@ -139,15 +143,14 @@ def plan_jobs(
     for setting in tables.settings(list(pools)):
         if setting.table != tables.UNPRUNED and not re.search(plan.tables, setting.table):
             continue
-        writes_text = setting.corpus in (tables.OWN, tables.MIXED)
+        writes_text = setting.corpus in tables.WRITTEN
         if writes_text and not written:
             continue
         for seed in plan.seeds if setting.calibrated else plan.seeds[:1]:
             if (setting.corpus, seed) not in drawn and writes_text:
                 assert written is not None
-                mixed = setting.corpus == tables.MIXED
                 drawn[setting.corpus, seed] = text.draw_own(
-                    written[seed], pools, plan.calibration_windows, seed, mixed
+                    written[seed], pools, setting.corpus, plan.calibration_windows, seed
                 )
             elif (setting.corpus, seed) not in drawn:
                 drawn[setting.corpus, seed] = text.draw(pools, setting.corpus, plan.calibration_windows, seed)

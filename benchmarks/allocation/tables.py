@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.allocation import recipes
-from benchmarks.allocation.recipes import BLOCK, BLOCKS, HAMILTON, Recipe, channels
+from benchmarks.allocation.recipes import BLOCK, BLOCKS, HAMILTON, WIDE_BLOCKS, Recipe, Rounding, channels
 
 ALL_CORPORA = "all"
-# text that the model wrote itself, and as many windows of it as of all texts
-OWN, MIXED = "own", "own and all"
+# text that the model wrote itself: as many windows as of other texts; half of them; all of it
+OWN, MIXED, OWN_ENTIRE = "own", "own and all", "own, entire"
+WRITTEN = (OWN, MIXED, OWN_ENTIRE)
 UNPRUNED = "unpruned"
-RECOMMENDED = ("recommended", "recommended + reconstruct")
+RECOMMENDED = ("recommended", "recommended, no reconstruction")
 SPARSITIES = (0.25, 0.5)
 SWEEP_SPARSITIES = (0.15, 0.25, 0.35, 0.45, 0.5, 0.75)
 SWEEP_BITS = (16, 8, 4)
@@ -29,8 +30,8 @@ class Setting:
         sparsity: fraction to remove: of expert channels, or of the experts or weights that the method removes.
         recipe: how the model is pruned.
         bits: bits of a weight.
-        gptq: round weights by GPTQ instead of to nearest.
-        corpus: name of the calibration text, ``all`` for equal parts of all texts, or :data:`OWN` or :data:`MIXED`.
+        rounding: how weights of fewer than 16 bits are rounded.
+        corpus: name of the calibration text, ``all`` for equal parts of all texts, or one of :data:`WRITTEN`.
         top_k: key of :data:`TOP_K`, ``None`` if the top-k of the routers is unchanged.
     """
 
@@ -40,14 +41,14 @@ class Setting:
     sparsity: float
     recipe: Recipe
     bits: int = 16
-    gptq: bool = False
+    rounding: Rounding = "nearest"
     corpus: str = ALL_CORPORA
     top_k: str | None = None
 
     @property
     def calibrated(self) -> bool:
         """Whether the row depends on the calibration windows, and so on the seed."""
-        return self.recipe != Recipe()
+        return self.recipe != Recipe() or self.rounding != "nearest"
 
 
 # number of experts that a router picks for a token, computed from the number that the model was trained with
@@ -69,13 +70,15 @@ METHODS: dict[str, Callable[[float], Recipe]] = {
     "inside layers, exact ALA": lambda p: channels(p, recipes.INSIDE_LAYERS, HAMILTON, importance="second_order"),
     "one level, exact ALA": lambda p: channels(p, recipes.ONE_LEVEL, HAMILTON, importance="second_order"),
     "recommended": lambda p: recipes.recommended(p),
-    "recommended + reconstruct": lambda p: recipes.recommended(p, reconstruct=True),
+    "recommended, no reconstruction": lambda p: recipes.recommended(p, reconstruct=None),
+    "fisher": lambda p: recipes.recommended(p, metric="fisher"),
+    "fisher, no reconstruction": lambda p: recipes.recommended(p, metric="fisher", reconstruct=None),
     "REAP": recipes.reap,
     "least used experts of a layer": lambda _p: Recipe(drop_least_used="layer"),
     "least used experts of the model": lambda _p: Recipe(drop_least_used="model"),
     "Wanda": recipes.wanda,
 }
-SWEEP_METHODS = [name for name in METHODS if name not in ("paper, noise 0.1", "paper inside layers")]
+SWEEP_METHODS = (*RECOMMENDED, "uniform width", "paper", "one level, exact ALA", "REAP", "Wanda")
 
 TITLES = {
     "unpruned": ("The unpruned model", ""),
@@ -115,8 +118,9 @@ TITLES = {
     ),
     "own": (
         "Text that the model writes itself",
-        "Calibrated on that text, on all texts in equal parts, or on half of each; channels by `fisher` or `obs`, "
-        f"blocks of {BLOCK}, with and without reconstruction.",
+        "Calibrated on that text, on all texts in equal parts, or on half of each; `own, entire` is all text that the "
+        "command `moe-coverage sample` writes by default, which is what the recommended command calibrates on. Blocks "
+        f"of {BLOCK}, and groups of {BLOCK} for 4 bits.",
     ),
     "topk": (
         "Experts picked for a token",
@@ -233,28 +237,34 @@ def _corpora(corpora: Sequence[str]) -> Iterator[Setting]:
     if len(corpora) < 2:  # all other tables are calibrated on the only corpus
         return
     for sparsity in SPARSITIES:
-        for method in ("paper", "recommended", "REAP"):
+        for method in RECOMMENDED:
             for corpus in corpora:
                 recipe = METHODS[method](sparsity)
                 yield Setting("corpora", f"{method}: {corpus}", method, sparsity, recipe, corpus=corpus)
 
 
 def _own() -> Iterator[Setting]:
-    for sparsity in SPARSITIES:
-        for corpus in (OWN, MIXED, ALL_CORPORA):
-            for metric in ("obs", "fisher"):
-                for refit in ("all", "down", None):
-                    recipe = channels(
-                        sparsity, recipes.TOP_CHANNELS, recipes.BLOCKS, metric=metric, reconstruct=refit or False
-                    )
-                    fit = f"refit {refit}" if refit else "no reconstruction"
-                    method = f"{metric}, {fit}"
-                    yield Setting("own", f"{corpus}: {method}", method, sparsity, recipe, corpus=corpus)
-            for gptq in (False, True):
-                recipe = channels(sparsity, recipes.TOP_CHANNELS, recipes.BLOCKS, metric="obs", reconstruct="all")
-                method = "obs, refit all, GPTQ" if gptq else "obs, refit all"
-                name = f"{corpus}: {method}"
-                yield Setting("own", name, method, sparsity, recipe, bits=4, gptq=gptq, corpus=corpus)
+    for corpus in (OWN, OWN_ENTIRE, MIXED, ALL_CORPORA):
+        variants = {method: METHODS[method] for method in RECOMMENDED}
+        if corpus in (OWN, ALL_CORPORA):
+            variants["recommended, fits down_proj only"] = lambda p: recipes.recommended(p, reconstruct="down")
+            variants |= {method: METHODS[method] for method in ("fisher", "fisher, no reconstruction")}
+        variants[f"recommended, blocks of {2 * BLOCK}"] = lambda p: recipes.recommended(p, WIDE_BLOCKS)
+        for sparsity in SPARSITIES:
+            for method, recipe in variants.items():
+                yield Setting("own", f"{corpus}: {method}", method, sparsity, recipe(sparsity), corpus=corpus)
+        yield from _rounded(corpus)
+
+
+def _rounded(corpus: str) -> Iterator[Setting]:
+    """4 bits alone, and behind the recommended recipe."""
+    roundings: tuple[Rounding, ...] = ("nearest", "gptq")
+    for sparsity in (0.0, *SPARSITIES):
+        recipe = recipes.recommended(sparsity) if sparsity else Recipe()
+        for rounding in roundings:
+            method = f"{'recommended' if sparsity else UNPRUNED}, {rounding}"
+            name = f"{corpus}: {method}"
+            yield Setting("own", name, method, sparsity, recipe, bits=4, rounding=rounding, corpus=corpus)
 
 
 def _topk() -> Iterator[Setting]:

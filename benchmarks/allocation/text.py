@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.allocation.tables import ALL_CORPORA
+from benchmarks.allocation.tables import ALL_CORPORA, MIXED, OWN_ENTIRE
 from moe_coverage_plugin.calibration.text import pack
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -90,13 +90,21 @@ def draw(pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Window
     return Windows(torch.cat(drawn), f"{label}{parts}: {count} windows of {WINDOW} tokens, seed {seed}")
 
 
-def draw_own(own: Windows, pools: dict[str, Tensor], count: int, seed: int, mixed: bool) -> Windows:
-    """Take the first ``count`` windows of text that the model wrote, or half of them and half of all corpora.
+def draw_own(own: Windows, pools: dict[str, Tensor], corpus: str, count: int, seed: int) -> Windows:
+    """Take windows of text that the model wrote.
+
+    Args:
+        own: the windows of the text.
+        pools: windows of the other texts.
+        corpus: one of :data:`benchmarks.allocation.tables.WRITTEN`.
+        count: windows to take; of ``OWN_ENTIRE``, all are taken.
+        seed: seed of the draw from the other texts.
 
     Raises:
         CoverageError: if there are too few.
     """
-    wanted = count - count // 2 if mixed else count
+    mixed = corpus == MIXED
+    wanted = len(own.ids_WS) if corpus == OWN_ENTIRE else count - count // 2 if mixed else count
     if len(own.ids_WS) < wanted:
         raise CoverageError(
             f"{own.description} has {len(own.ids_WS)} windows of {WINDOW} tokens, but {wanted} are needed: lower "

@@ -58,7 +58,7 @@ def test_ideal_sparse_bytes_count_nonzero_weights_and_a_mask(bench: Bench, calib
     assert ideal_sparse_bytes(model) == dense - experts // 2 * 2 + experts // 8
 
 
-@pytest.mark.parametrize(("method", "bits"), [("recommended + reconstruct", 4), ("REAP", 8)])
+@pytest.mark.parametrize(("method", "bits"), [("recommended", 4), ("REAP", 8)])
 def test_loss_in_memory_is_the_loss_of_the_saved_checkpoint(
     model_path: Path, bench: Bench, calibration: Windows, tmp_path: Path, method: str, bits: int
 ):
@@ -96,6 +96,23 @@ def test_one_score_file_serves_all_importances_of_a_kind(bench: Bench, calibrati
     assert noisy is not None
     assert noisy not in files | nll
     assert load_scores(noisy)[0].layer_loss_L is not None
+
+
+def test_scores_of_another_process_are_taken(bench: Bench, calibration: Windows):
+    fields = setting("recommended", 0.25, 16)
+    measured = bench.score_file(fields, calibration)
+    assert measured is not None
+    written = measured.stat().st_mtime_ns
+    other = Bench(bench.pristine, bench.tokenizer, bench.evaluation, bench.device, bench.folder)
+    assert other.score_file(fields, calibration) == measured
+    assert measured.stat().st_mtime_ns == written
+
+
+def test_gptq_alone_calibrates(bench: Bench, calibration: Windows):
+    """Rounding by GPTQ depends on the text, also where nothing is pruned."""
+    row = Setting("test", "", "", 0.0, Recipe(), bits=4, rounding="gptq")
+    assert row.calibrated
+    assert bench.measure(row, calibration, 0).loss != bench.measure(setting("unpruned", 0.0, 4), calibration, 0).loss
 
 
 def test_pristine_model_is_not_changed(bench: Bench, calibration: Windows):

@@ -103,11 +103,11 @@ def test_each_seed_calibrates_on_windows_of_its_own(plan: runs.Plan):
 
 def test_rows_of_own_text(plan: runs.Plan):
     pools = {name: torch.arange(20 * 512).reshape(20, 512) for name in ("c4", "wiki")}
-    own = {seed: Windows(-torch.arange(1, 4 * 512 + 1).reshape(4, 512) - 10_000 * seed, "own") for seed in plan.seeds}
+    own = {seed: Windows(-torch.arange(1, 5 * 512 + 1).reshape(5, 512) - 10_000 * seed, "own") for seed in plan.seeds}
     plan = replace(plan, tables="^own$", calibration_windows=4)
     assert {job.setting.corpus for job in runs.plan_jobs(plan, pools, common(plan))} == {"all"}
     jobs = runs.plan_jobs(plan, pools, common(plan), own)
-    for corpus, written in (("own", 4), ("own and all", 2), ("all", 0)):
+    for corpus, written in (("own", 4), ("own, entire", 5), ("own and all", 2), ("all", 0)):
         for seed in plan.seeds:
             (ids_WS,) = {
                 job.calibration.sha256: job.calibration.ids_WS
@@ -115,10 +115,10 @@ def test_rows_of_own_text(plan: runs.Plan):
                 if (job.setting.corpus, job.seed) == (corpus, seed) and job.setting.calibrated
             }.values()
             assert (ids_WS < 0).all(-1).sum() == written
-            assert len(ids_WS) == 4
+            assert len(ids_WS) == (5 if corpus == "own, entire" else 4)
     assert len({rows.key(job.about) for job in jobs}) == len(jobs)
-    with pytest.raises(CoverageError, match="has 4 windows of 512 tokens, but 5 are needed"):
-        runs.plan_jobs(replace(plan, calibration_windows=5), pools, common(plan), own)
+    with pytest.raises(CoverageError, match="has 5 windows of 512 tokens, but 6 are needed"):
+        runs.plan_jobs(replace(plan, calibration_windows=6), pools, common(plan), own)
 
 
 def test_each_row_is_in_exactly_one_share(plan: runs.Plan):

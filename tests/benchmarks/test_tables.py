@@ -24,7 +24,7 @@ def table(key: str) -> list[Setting]:
 @pytest.mark.parametrize("key", list(TITLES))
 def test_modifiers_accept_the_fields_of_recipes(key: str):
     for row in table(key):
-        for name, fields in (row.recipe.modifiers | quantizer(row.bits, row.gptq)).items():
+        for name, fields in (row.recipe.modifiers | quantizer(row.bits, row.rounding)).items():
             modifier = TOOLKIT.get(name) or getattr(moe_coverage_plugin, name)
             assert set(fields) <= set(modifier.model_fields)
             modifier(**fields)
