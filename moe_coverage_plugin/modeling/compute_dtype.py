@@ -21,6 +21,8 @@ from loguru import logger
 from torch import Tensor
 from torch.nn import Embedding, Module, ModuleList, Parameter
 
+from moe_coverage_plugin.modeling.memory import free_host_memory
+
 # names, in torch.cpu.get_capabilities(), of instruction sets that multiply bfloat16: first x86, then Arm
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16")
 
@@ -66,7 +68,7 @@ def choose_compute_dtype(model: Module, capabilities: Mapping[str, Any] | None =
 
 
 @contextmanager
-def fast_compute_dtype(model: Module) -> Iterator[ComputeDtype]:
+def fast_compute_dtype(model: Module, *, for_many_calls: bool = False) -> Iterator[ComputeDtype]:
     """Let ``model`` compute in the dtype of :func:`choose_compute_dtype`, and log it if that is not its own.
 
     Inside, forward passes return float32 where they returned bfloat16. A parameter that is read or written between
@@ -74,6 +76,8 @@ def fast_compute_dtype(model: Module) -> Iterator[ComputeDtype]:
 
     Args:
         model: called as ``module(...)``, as a whole or decoder layer by decoder layer.
+        for_many_calls: keep converted weights until the end if they take at most half of the free memory. In a model
+            that generates, one token at a time, converting for each call takes longer than computing.
 
     Yields:
         The dtype and the reason for it.
@@ -87,6 +91,7 @@ def fast_compute_dtype(model: Module) -> Iterator[ComputeDtype]:
     logger.info(
         f"Calibration computes in float32, because {chosen.reason}; the weights stay, and are saved, in bfloat16"
     )
+    keeps = for_many_calls and _float32_bytes(model) <= free_host_memory() // 2
     with ExitStack() as stack:
         _CONVERTED.add(model)
         stack.callback(_CONVERTED.discard, model)
@@ -98,6 +103,9 @@ def fast_compute_dtype(model: Module) -> Iterator[ComputeDtype]:
             weights = _Float32Weights(module)
             # what always_call does not see is an interrupt
             stack.callback(weights.restore)
+            if keeps:
+                weights.convert()
+                continue
             stack.callback(module.register_forward_pre_hook(weights.on_enter).remove)
             stack.callback(module.register_forward_hook(weights.on_leave, always_call=True).remove)
         yield chosen
@@ -189,6 +197,13 @@ def _units(model: Module) -> Iterator[Module]:
 def _has_bfloat16(model: Module) -> bool:
     with disable_onloading():
         return any(each.dtype == torch.bfloat16 for each in chain(model.parameters(), model.buffers()))
+
+
+def _float32_bytes(model: Module) -> int:
+    """Bytes of float32 copies of all bfloat16 parameters and buffers."""
+    with disable_onloading():
+        tensors = chain(model.parameters(), model.buffers())
+        return sum(4 * each.numel() for each in tensors if each.dtype == torch.bfloat16)
 
 
 def _bfloat16_modules(unit: Module) -> list[Module]:

@@ -97,7 +97,7 @@ class _Progress(StoppingCriteria):
 def fast_experts(model: PreTrainedModel) -> Iterator[None]:
     """Let the experts of each layer compute together, and the model in a dtype that the processor is fast in."""
     with ExitStack() as stack:
-        stack.enter_context(fast_compute_dtype(model))
+        stack.enter_context(fast_compute_dtype(model, for_many_calls=True))
         for layer in find_moe_layers(model):
             # experts of a pruned model can have several widths
             if computes_as_toolkit(layer) and len(set(layer.widths)) == 1:

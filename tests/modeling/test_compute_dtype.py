@@ -21,6 +21,7 @@ from moe_coverage_plugin.calibration.gradients import GradientObserver
 from moe_coverage_plugin.calibration.layer_loss import layer_loss_rise
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
+from moe_coverage_plugin.modeling import compute_dtype
 from moe_coverage_plugin.modeling.compute_dtype import choose_compute_dtype, fast_compute_dtype
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.grouped_experts import ConvertedLinear
@@ -226,6 +227,26 @@ def test_only_the_weights_in_use_are_converted(source):
         model(**batches()[0])
     head = [model.model.norm.weight.numel(), model.lm_head.weight.numel()]
     assert sizes == [outside_experts, outside_experts + one_expert, outside_experts, *head]
+
+
+@pytest.mark.parametrize("place", [None, "cpu", "disk"])
+@pytest.mark.parametrize(("free", "conversions"), [(2**40, 1), (0, 3)], ids=["enough memory", "too little memory"])
+def test_many_calls_convert_once(source, tmp_path, monkeypatch, place, free, conversions):
+    """If there is memory for it: a model that generates is called for each token."""
+    monkeypatch.setattr(compute_dtype, "free_host_memory", lambda: free)
+    model, wide = opened(source, torch.bfloat16), opened(source, torch.float32)
+    if place:
+        offload(model, place, tmp_path)
+    before = state(model)
+    convert, converted = compute_dtype._Float32Weights.convert, []
+    monkeypatch.setattr(
+        compute_dtype._Float32Weights, "convert", lambda self: (converted.append(self._unit), convert(self))
+    )
+    with torch.no_grad(), fast_compute_dtype(model, for_many_calls=True):
+        for _ in range(3):
+            torch.testing.assert_close(model(**batches()[0]).logits, wide(**batches()[0]).logits, rtol=1e-6, atol=1e-6)
+    assert converted.count(model.lm_head) == conversions
+    assert_unchanged(model, before)
 
 
 def test_the_graph_keeps_the_weights_of_grouped_experts_unconverted():
