@@ -18,9 +18,9 @@ from tests.serving.engine import ARTIFACTS, OPTIONS, checkpoint_path, open_engin
 pytestmark = pytest.mark.slow
 
 # vLLM waits two seconds before it reads a config again that transformers did not accept
-CASES = [(mutation, base) for mutation, base in cases() if not mutation.toolkits or base == mutation.bases[0]]
-BASES = ("padded", "shared_w4a16", "ragged_fp8")
-FIRST = [case for case in cases(recorded=False) if case[1] in BASES and not case[0].toolkits]
+CASES = [case for case in cases() if not case[0].toolkits]
+CASES += [(mutation, mutation.bases[0]) for mutation in MUTATIONS if mutation.toolkits]
+FIRST = [case for case in cases(recorded=False) if not case[0].toolkits]
 OURS = f"{Path(__file__).parents[2]}/moe_coverage_plugin/"
 LIMIT_S = 6.0
 """Of which transformers needs most to copy and print a config of many layers, before vLLM asks the plugin."""
