@@ -146,8 +146,10 @@ def widths(checkpoint: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A checkpoint of six layers of 23 MB in shards, and the bytes of a layer."""
-    return write_models(tmp_path_factory.mktemp("random"), SMALL | {"hidden_size": 1024}, gigabytes=0.142, seed=0)
+    """A checkpoint of six layers of 22 MB in shards, and the bytes of a layer; fits of narrow experts take little."""
+    shape = {"hidden_size": 2048, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6}
+    shape = SMALL | shape | {"moe_intermediate_size": 256}
+    return write_models(tmp_path_factory.mktemp("random"), shape, gigabytes=0.14, seed=0)
 
 
 @pytest.mark.parametrize("opening", ["linear", "offloaded"])
