@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from moe_coverage_plugin.core.factors import inverse_factor
+from moe_coverage_plugin.modifiers.shared_inputs import found_qparams
 
 
 class Scales(NamedTuple):
@@ -67,7 +68,7 @@ def quantize_modules(
         ``loss_E`` and ``nearest_E`` of :class:`QuantizedWeights`, read from the device at once.
     """
     arguments = modules[0].quantization_scheme.weights
-    found = [module.weight_observer.get_qparams() for module in modules]
+    found: Any = found_qparams(modules)
     with disable_offloading():
         prepared: Any = prepare_batch(modules, found, hessians, samples)
         weights_EOA, hessians_EAA, *scales = prepared

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from compressed_tensors.offload import update_offload_parameter
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization.utils import calculate_qparams
+from llmcompressor.observers import Observer
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
@@ -93,13 +95,43 @@ class _Observers:
     def __init__(self, linears: Sequence[Linear]):
         self._linears: Sequence[Any] = linears
 
+    @property
+    def of_rows(self) -> list[Any]:
+        """The layers' own observers, whose scales are below each other."""
+        return [each.weight_observer for each in self._linears]
+
     def get_qparams(self) -> dict[str, Tensor | None]:
         """Return the scales and zero points of all rows, which the layers' own observers find."""
-        parts = [each.weight_observer.get_qparams() for each in self._linears]
+        parts = [each.get_qparams() for each in self.of_rows]
         return {
             name: None if value is None else torch.cat([part[name] for part in parts])
             for name, value in parts[0].items()
         }
+
+
+def found_qparams(modules: Sequence[Any]) -> list[dict[str, Tensor | None]]:
+    """Scales and zero points of modules of one shape and scheme, whose observers have seen their weights.
+
+    If they depend on the extreme values of each row alone, they are computed for all modules together: for one module
+    the toolkit takes some 40 small operations.
+    """
+    arguments = _scheme(modules[0]).weights
+    observers: list[list[Any]] = [getattr(each.weight_observer, "of_rows", [each.weight_observer]) for each in modules]
+    own = (type(each).get_qparams is not Observer.get_qparams for rows in observers for each in rows)
+    if arguments is None or arguments.strategy not in BY_ROWS or any(own):
+        return [module.weight_observer.get_qparams() for module in modules]
+    least, most = [], []
+    for rows in observers:
+        found = [each.get_statistics() for each in rows]
+        least.append(torch.cat([each["min_vals"] for each in found]))
+        most.append(torch.cat([each["max_vals"] for each in found]))
+        for each in rows:
+            each.delete_statistics()
+    scales, zero_points = calculate_qparams(torch.stack(least), torch.stack(most), arguments)
+    return [
+        {"scale": scale, "zero_point": zero_point, "global_scale": None}
+        for scale, zero_point in zip(scales, zero_points, strict=True)
+    ]
 
 
 class StackedLinear(Linear):

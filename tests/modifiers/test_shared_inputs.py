@@ -9,12 +9,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from hypothesis import given
 from hypothesis import strategies as st
+from llmcompressor.observers import Observer
 from torch import Tensor
 from torch.nn import Linear
 
 from moe_coverage_plugin import LayerwiseGPTQModifier
 from moe_coverage_plugin.modifiers import layerwise_gptq, shared_inputs
-from moe_coverage_plugin.modifiers.shared_inputs import InputSums, hessian, stacked
+from moe_coverage_plugin.modifiers.shared_inputs import InputSums, StackedLinear, found_qparams, hessian, stacked
 from tests.modifiers.harness import compress, save_tiny
 from tests.modifiers.test_layerwise_gptq import RUN, quantized, share
 from tests.modifiers.test_reconstruction_pass import SMALL, W4
@@ -124,6 +125,49 @@ def test_weights_are_those_of_each_layer_alone(tmp_path, monkeypatch: pytest.Mon
         assert torch.equal(one.weight_scale, other.weight_scale), name
         assert torch.equal(one.weight_zero_point, other.weight_zero_point), name
         assert share(one.weight, other.weight) > 0.995, name
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"num_bits": 4, "strategy": "group", "group_size": 8},
+        {"num_bits": 4, "strategy": "group", "group_size": 8, "symmetric": False},
+        {"num_bits": 4, "strategy": "channel", "observer": "memoryless_mse"},
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {"num_bits": 8, "strategy": "tensor"},
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ],
+    ids=lambda weights: f"{weights['strategy']}-{weights.get('type', 'int')}-{weights.get('symmetric', True)}",
+)
+def test_scales_of_many_modules_are_those_of_each(weights: dict[str, Any], stacks: bool):
+    """Bit for bit, also of a weight of zeros."""
+    arguments = QuantizationArgs(**weights)
+    if stacks and arguments.strategy not in shared_inputs.BY_ROWS:
+        pytest.skip("never stacked")
+    torch.manual_seed(0)
+    linears: list[Any] = [Linear(16, rows, dtype=torch.bfloat16) for rows in (4, 6) * 3]
+    linears[1].weight.data.zero_()
+    for linear in linears:
+        linear.quantization_scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+        name = arguments.observer or "memoryless_minmax"
+        linear.weight_observer = Observer.load_from_registry(name, base_name="weight", args=arguments)
+    modules = [StackedLinear(linears[first : first + 2]) for first in (0, 2, 4)] if stacks else linears[::2]
+    found = []
+    for by in (found_qparams, lambda modules: [each.weight_observer.get_qparams() for each in modules]):
+        for linear in linears:
+            linear.weight_observer(linear.weight)
+        found.append(by(modules))
+        if not stacks:
+            for linear in linears[1::2]:
+                linear.weight_observer.get_qparams()
+        assert not any(linear.weight_observer.has_statistics for linear in linears)
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert (one["global_scale"] is None) == (other["global_scale"] is None)
+        for name in ("scale", "zero_point"):
+            assert one[name].dtype == other[name].dtype
+            assert torch.equal(one[name], other[name])
 
 
 def test_only_layers_of_one_scheme_are_stacked():
