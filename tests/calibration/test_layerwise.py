@@ -20,6 +20,7 @@ from moe_coverage_plugin.calibration import layerwise, observation
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling import grouped_experts
 from moe_coverage_plugin.modeling.expert_lists import linearize_expert_lists
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_linears, find_moe_layers, projections
 from tests.calibration.brute_force import open_stock, save_float64
@@ -324,6 +325,36 @@ def test_a_layer_adds_what_its_changed_experts_output(
     # nothing sees its outputs
     assert calls_of_last == len(batches)
     assert any("computed all batches twice" in line for line in log) == repeats
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_weights_that_are_stacked_once_for_all_batches(monkeypatch: pytest.MonkeyPatch, one_call: bool):
+    """As on a GPU, with experts of one width and, once changed, of several."""
+    model, batches = random_model(dtype=torch.float32), data("none")
+    monkeypatch.setattr(layerwise._States, "on_gpu", True)
+    monkeypatch.setattr(grouped_experts, "_in_one_call", lambda _: one_call)
+    stacks: list[list[Linear]] = []
+    project = grouped_experts.PaddedProjection.__init__
+    monkeypatch.setattr(
+        grouped_experts.PaddedProjection, "__init__", lambda *args: (stacks.append(args[2]), project(*args))[1]
+    )
+    layers = find_moe_layers(model)
+    recorder = OnlyExperts(shrink)
+    visit_layers(model, layers, batches, recorder.visit, "Test")
+    assert recorder.repeats == [False] * len(layers)
+    # the projections of each layer but the last, with changed weights; the first batch of a layer is not counted
+    assert len(stacks) == (3 * (len(layers) - 1) if one_call else 0)
+    monkeypatch.undo()
+    expected = own_forward(model, batches)
+    for layer in layers[1:]:
+        assert_same(recorder.seen[layer.name], expected[layer.name], rtol=1e-5)
+    unchanged = random_model(dtype=torch.float32)
+    monkeypatch.setattr(layerwise._States, "on_gpu", True)
+    monkeypatch.setattr(grouped_experts, "_in_one_call", lambda _: one_call)
+    seen = visited(unchanged, batches).seen
+    monkeypatch.undo()
+    for name, wanted in own_forward(unchanged, batches).items():
+        assert_same(seen[name], wanted, rtol=1e-5)
 
 
 # --- layers behind experts
