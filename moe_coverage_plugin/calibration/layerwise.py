@@ -149,7 +149,8 @@ class DecoderStep:
             expected = states.first_batch(self.decoder_layer)
         with replaced_forward(layer.experts, self._keeping(inputs, _zeros)):
             others = states.first_batch(self.decoder_layer)
-        added = experts.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+        # a model may be spread over several cards
+        added = experts.forward(*(each.to(inputs.device) for each in (inputs.x_TH, inputs.ids_TK, inputs.weights_TK)))
         if added.dtype != others.dtype or added.numel() != others.numel():
             return False
         difference = (others + added.view_as(others)).double() - expected.double()
@@ -320,7 +321,7 @@ class _States:
         parts = zip(*(values.split(sizes) for values in (inputs.x_TH, inputs.ids_TK, inputs.weights_TK)), strict=True)
         for index, part in enumerate(parts):
             hidden = self._hidden[index]
-            added = experts(*part)
+            added = experts(*(each.to(inputs.device, non_blocking=True) for each in part))
             output = hidden.to(added.device, non_blocking=True) + added.view_as(hidden)
             self._hidden[index] = moved_state(output, self.places.states, hidden)
 
