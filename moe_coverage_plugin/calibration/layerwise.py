@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import disable_offloading
@@ -143,16 +143,20 @@ class DecoderStep:
         states, (layer,) = self._states, self.layers
         if states.padded or states.places.inputs != states.device:
             return False
-        inputs = LayerInputs(layer.num_experts, states.positions_of_first, states.device)
         experts = _experts(layer)
-        with replaced_forward(layer.experts, experts.forward):
+        outputs: list[Tensor] = []
+
+        def record(*args: Any, **kwargs: Any) -> Tensor:
+            outputs.append(experts.forward(*args, **kwargs))
+            return outputs[-1]
+
+        with replaced_forward(layer.experts, record):
             expected = states.first_batch(self.decoder_layer)
-        with replaced_forward(layer.experts, self._keeping(inputs, _zeros)):
+        with replaced_forward(layer.experts, _zeros):
             others = states.first_batch(self.decoder_layer)
-        # a model may be spread over several cards
-        added = experts.forward(*(each.to(inputs.device) for each in (inputs.x_TH, inputs.ids_TK, inputs.weights_TK)))
-        if added.dtype != others.dtype or added.numel() != others.numel():
+        if len(outputs) != 1 or outputs[0].dtype != others.dtype or outputs[0].numel() != others.numel():
             return False
+        (added,) = outputs
         difference = (others + added.view_as(others)).double() - expected.double()
         return bool(difference.norm() <= TOLERANCE * added.double().norm())
 
@@ -304,11 +308,6 @@ class _States:
     def padded(self) -> bool:
         """Whether any batch has padding."""
         return any(each.real_T is not None for each in self._batches)
-
-    @property
-    def positions_of_first(self) -> int:
-        """Tokens of the first batch, padding included."""
-        return len(self._batches[0].held_T)
 
     def first_batch(self, layer: Module) -> Tensor:
         """Take the first batch through a decoder layer; its outputs are returned, not kept."""
