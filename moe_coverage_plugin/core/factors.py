@@ -39,9 +39,11 @@ def inverse_factor(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tens
         half_EBB = torch.linalg.solve_triangular(factor_EBB, identity_BB.expand_as(factor_EBB), upper=False)
         solved_E &= (info_E == 0) & half_EBB.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
         inverse_EAA[:, first:last, first:last] = half_EBB
-        inverse_EAA[:, first:last, :first] = -half_EBB @ (rows @ inverse_EAA[:, :first, :first])
-        lower_EAA[:, last:, first:last] = torch.linalg.solve_triangular(
-            factor_EBB.mT, lower_EAA[:, last:, first:last], upper=True, left=False
-        )
+        if first:
+            inverse_EAA[:, first:last, :first] = -half_EBB @ (rows @ inverse_EAA[:, :first, :first])
+        if last < size:
+            lower_EAA[:, last:, first:last] = torch.linalg.solve_triangular(
+                factor_EBB.mT, lower_EAA[:, last:, first:last], upper=True, left=False
+            )
     del lower_EAA
     return inverse_EAA.flip(-2, -1), solved_E
