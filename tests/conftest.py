@@ -16,6 +16,11 @@ import pytest
 from tests import processes
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if importlib.util.find_spec("llmcompressor"):
+    # bitsandbytes, which the toolkit imports, otherwise imports torch's compiler: a fifth of the time of all imports
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# what is imported stays, and the collector would look through it again and again
+gc.disable()
 
 
 # files that take longest, in that order: begun last, one would leave a worker alone with it
@@ -130,9 +135,9 @@ def pytest_collection_finish() -> None:
     _keep_freed_memory()
     _list_no_packages()
     _leave_out_what_nobody_reads()
-    # what was imported stays, and the collector need not walk through it again and again
     gc.collect()
     gc.freeze()
+    gc.enable()
     processes.start_server()
 
 

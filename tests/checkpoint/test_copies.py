@@ -132,8 +132,9 @@ def test_unpruned_models_of_the_class_are_saved_as_before(written, tmp_path):
     assert tensors(tmp_path / "again").keys() == tensors(path).keys()
 
 
-def test_an_unwrapped_model(written, tmp_path):
+def test_an_unwrapped_model(written, tmp_path, monkeypatch):
     """Field case 2.7: Accelerator.unwrap_model and torch.compile, which wrap a model without copying it."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     accelerate = pytest.importorskip("accelerate")
     model = change(load(written[0]))
     accelerator = accelerate.Accelerator(cpu=True)
@@ -142,7 +143,9 @@ def test_an_unwrapped_model(written, tmp_path):
     unwrapped.save_pretrained(
         tmp_path / "one", is_main_process=accelerator.is_main_process, save_function=accelerator.save
     )
-    torch.compile(model).save_pretrained(tmp_path / "two")
+    compiled = torch.compile(model)
+    assert compiled is not model
+    compiled.save_pretrained(tmp_path / "two")
     for name in ("one", "two"):
         assert (tensors(tmp_path / name)[HEAD] == 0.25).all()
         assert load(tmp_path / name)
