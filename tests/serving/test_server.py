@@ -67,6 +67,8 @@ def server(directory: Path) -> Iterator[Server]:
     # other tests keep engines in their process, but users do not
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    # it would compile two operations of vLLM, for eighteen seconds
+    environment["TORCHDYNAMO_DISABLE"] = "1"
     process = subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.PIPE,
