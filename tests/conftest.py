@@ -36,7 +36,6 @@ LONGEST = [
     "serving/kernels/test_machine_code.py",
     "serving/test_unavailable.py",
     "serving/test_plugin.py",
-    "serving/test_imports.py",
     "modeling/test_memory.py",
     "examples/test_tutorial.py",
     "modifiers/test_layerwise_gptq.py",

@@ -1,4 +1,4 @@
-"""Processes of an engine find the plugin by its entry point, also if they inherit nothing."""
+"""Processes of an engine find the plugin by its entry point, and import one half, also if they inherit nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 # a program of its own: a pool imports the main module by name, and pytest gives this file none
 FIND = """
-import json, multiprocessing
+import json, multiprocessing, sys
 
 def found():
     from vllm.model_executor.layers import quantization
@@ -22,7 +22,7 @@ def found():
         plugins.plugins_loaded = False
         plugins.load_general_plugins()
         seen.append(quantization.get_quantization_config("moe_coverage").__name__)
-    return seen
+    return seen, [name for name in sys.modules if name.startswith(("moe_coverage_plugin", "llmcompressor"))]
 
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -36,4 +36,9 @@ def test_spawned_processes_find_it_by_its_entry_point(tmp_path) -> None:
     program.write_text(FIND)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [False, "CoverageConfig", "CoverageConfig"]
+    seen, imported = json.loads(done.stdout.splitlines()[-1])
+    assert seen == [False, "CoverageConfig", "CoverageConfig"]
+    assert "moe_coverage_plugin.serving.config" in imported
+    assert "llmcompressor" not in imported
+    halves = {f"moe_coverage_plugin.{half}" for half in ("modeling", "calibration", "checkpoint.saving", "modifiers")}
+    assert not halves & set(imported)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +27,14 @@ pytestmark = pytest.mark.slow
 
 # a name that this package imports and that a later release of vLLM might not have
 PROGRAM = """
-import builtins, json, logging, sys
+import builtins, json, logging, multiprocessing.process, sys
+# as in a user's process that has imported nothing of this package
+multiprocessing.process._parent_process = None
+for name in [each for each in sys.modules if each.partition(".")[0] == "moe_coverage_plugin"]:
+    del sys.modules[name]
 from vllm import plugins
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+assert "moe_coverage" not in QUANTIZATION_METHODS
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
@@ -80,8 +84,7 @@ def test_other_models_start(tmp_path: Path) -> None:
     stock = {key: value for key, value in ours.items() if key != CONFIG_KEY}
     kinds = {"plain": None, "stock": stock, "ours": ours}
     paths = [checkpoint(tmp_path / name, quantization) for name, quantization in kinds.items()]
-    command = [sys.executable, "-c", PROGRAM, *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = processes.run("-c", PROGRAM, *paths)
     assert done.returncode == 0, done.stderr[-3000:]
     [warning], (plain, quantized, stopped) = json.loads(done.stdout.splitlines()[-1])
     versions = f"moe-coverage-plugin {version('moe-coverage-plugin')} does not work with vLLM {vllm.__version__}"
