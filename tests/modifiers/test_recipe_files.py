@@ -37,8 +37,8 @@ class Run:
     output: Path
 
 
-# recipes that differ from others in their sparsity or channel scores only
-ALIKE = ("fisher_p50", "fisher_p50_q4", "recommended_p50_q4")
+# recipes that differ from others in their sparsity, channel scores or blocks only
+ALIKE = ("coverage_p25_gptq_a64", "coverage_p25_q4", "fisher_p50", "fisher_p50_q4", "recommended_p50_q4")
 
 
 @pytest.fixture(scope="module", params=[name for name in NAMES if name not in ALIKE])
