@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch import distributed as dist
 
 from moe_coverage_plugin.calibration.gathering import gather_sums
@@ -18,11 +18,13 @@ from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.core.refit import Tokens
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from tests import processes
 from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64
 from tests.calibration.routed_rows import inputs_of
 
 pytestmark = pytest.mark.slow
 
+REPOSITORY = Path(__file__).parents[2]
 RANKS = 2
 
 
@@ -57,9 +59,11 @@ def sums_and_tokens(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Tenso
     return channel_grams(layer, range(EXPERTS), inputs), inputs.count_tokens(), inputs.sample(range(EXPERTS), 1000)
 
 
-def rank_of_two(rank: int, directory: Path) -> None:
+def rank_of_two(path: str) -> None:
+    directory = Path(path)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     for case in ("labelled", "masked"):
         torch.save(scores(opened(directory), data_of(case)[rank::RANKS]), directory / f"{case}.{rank}")
     found = sums_and_tokens(opened(directory), data_of("short")[rank::RANKS])
@@ -76,9 +80,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of two ranks that have ended."""
     directory = tmp_path_factory.mktemp("ranks")
     save_float64(directory / "model", "qwen3_moe")
-    # ranks are forked from a process that has imported the toolkit, so that it is imported only once
-    multiprocessing.set_forkserver_preload(["moe_coverage_plugin.calibration.interactions"])
-    multiprocessing.start_processes(rank_of_two, args=(directory,), nprocs=RANKS, start_method="forkserver")
+    program = "import os, sys; from tests.calibration.test_ranks import rank_of_two; rank_of_two(sys.argv[1])"
+    processes.finish(processes.start_ranks(RANKS, "-c", program, directory, cwd=REPOSITORY))
     return directory
 
 

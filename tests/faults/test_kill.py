@@ -1,4 +1,4 @@
-"""SIGKILL at 12 random moments of a run: no partial checkpoint is opened, and a second run succeeds."""
+"""SIGKILL at 8 random moments of a run: no partial checkpoint is opened, and a second run succeeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
-SEED, MOMENTS = 20, 12
+SEED, MOMENTS = 20, 8
 STRATA = ("scoring", "planning", "saving")
 OUTPUT, SCORES = "out", "kept.safetensors"
 Order = Callable[..., dict[str, Any]]

@@ -10,14 +10,16 @@ import torch
 
 from tests import processes
 from tests.modifiers import rank_worker
+from tests.modifiers.harness import save_tiny
 
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_two_ranks_make_the_plan_of_one(source: Path, tmp_path: Path):
+def test_two_ranks_make_the_plan_of_one(tmp_path: Path):
     """Before that, both ranks get the same samples, which stops with an error. Their models are equal to the bit."""
+    source = save_tiny(tmp_path / "source", moe_intermediate_size=128)
     rank_worker.main(str(source), str(tmp_path))
     processes.finish(processes.start_ranks(2, "-m", "tests.modifiers.rank_worker", source, tmp_path, cwd=REPOSITORY))
     for rank in range(2):

@@ -80,7 +80,7 @@ def test_speculation(plain: tuple[list[int], tuple[list[int], list[float], int]]
     prompt_ids, expected = plain
     options: dict[str, Any] = {
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-        "draft_model": {"model": str(checkpoint_path("ragged_gptq"))},
+        "draft_model": {"model": str(checkpoint_path("ragged_gptq_a64"))},
     }
     speculative = {"method": method, "num_speculative_tokens": 3} | options[method]
     with engine_on(checkpoint_path(NAME), speculative_config=speculative) as llm:

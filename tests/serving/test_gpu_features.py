@@ -36,7 +36,7 @@ def test_speculation(name: str, method: str) -> None:
     prompt_ids = expected_logprobs(path)[0]
     options: dict[str, Any] = {
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-        "draft_model": {"model": str(checkpoint_path("ragged_gptq"))},
+        "draft_model": {"model": str(checkpoint_path("ragged_gptq_a64"))},
     }
     speculative = {"method": method, "num_speculative_tokens": 3} | options[method]
     with engine_on(path, **GRAPHS, speculative_config=speculative) as llm:
