@@ -25,7 +25,7 @@ from moe_coverage_plugin.calibration.job_bar import with_progress
 from moe_coverage_plugin.calibration.next_token import LossGradient
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.loaded_layers import LoadedLayers
-from moe_coverage_plugin.modeling.memory import free_host_memory
+from moe_coverage_plugin.modeling.memory import free_host_memory, return_pinned_memory
 
 # of free host memory, the part that inputs of decoder layers may take, and the most that is of use
 SHARE_OF_STATES, MOST_STATES = 0.25, 32 * 2**30
@@ -92,9 +92,7 @@ def observe_groups(
             observer.finished(group.tokens)
         # ends the bar
         next(layers, None)
-    if torch.cuda.is_available():
-        # PyTorch would keep the pinned memory
-        torch.accelerator.empty_host_cache()
+    return_pinned_memory()
 
 
 class _Group:

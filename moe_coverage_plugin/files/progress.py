@@ -117,11 +117,7 @@ class Progress:
         try:
             self._wait()
         finally:
-            pinned = self._copy is not None and self._copy.is_pinned()
             self._copy = None
-            if pinned:
-                # PyTorch would keep the memory
-                torch.accelerator.empty_host_cache()
 
     def load(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors kept under a name, on the CPU; ``None`` if there are none or if they are damaged."""

@@ -58,6 +58,14 @@ def free_host_memory() -> int:
     return max(0, min(free, int(limit) - used + files))
 
 
+def return_pinned_memory() -> None:
+    """Return the pinned host memory that PyTorch keeps after its tensors were freed; nothing without a GPU."""
+    if torch.cuda.is_available():
+        # releases before 2.12 have the function in a private module only
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        empty_host_cache()
+
+
 def return_freed_tensors() -> None:
     """Return every tensor of 128 KiB or more to the system when it is freed, in this process from now on.
 

@@ -98,6 +98,9 @@ def quantize_weights(
     """
     dtype, columns = weight_EOA.dtype, weight_EOA.shape[-1]
     weight_EOA, hessian_EAA = weight_EOA.to(GPTQ_PRECISION), hessian_EAA.to(GPTQ_PRECISION)
+    if scales.scale.dtype == torch.float64:
+        # the toolkit's kernel for GPUs takes no wider dtype
+        scales = scales._replace(scale=scales.scale.to(GPTQ_PRECISION))
     ordering: Any = arguments.actorder
     weight_EOA, hessian_EAA, order_EA = apply_activation_ordering(weight_EOA, hessian_EAA, ordering)
     inverse_EAA, nearest_E = _damped_factor(weight_EOA, hessian_EAA, dampening)

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from moe_coverage_plugin.calibration.calibration_set import batches_hash
 from moe_coverage_plugin.files.progress import Progress
+from moe_coverage_plugin.modeling.memory import return_pinned_memory
 
 # first part of the names in the progress of a run
 KEPT_LAYERS = "layers"
@@ -82,6 +83,8 @@ class KeptLayers:
         """
         if self._progress is not None:
             self._progress.finish()
+            # copies from a card were in it
+            return_pinned_memory()
 
     def _name(self, index: int) -> str:
         return f"{self._prefix}.{index}"

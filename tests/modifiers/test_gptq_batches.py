@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update, quantize_weight
 from llmcompressor.observers import Observer
 from torch import Tensor
 
+from moe_coverage_plugin.modifiers import gptq_batches
 from moe_coverage_plugin.modifiers.gptq_batches import QuantizedWeights, Scales, quantize_weights
 
 ROWS, COLUMNS, DAMPENING, COLUMNS_TOGETHER = 24, 96, 0.01, 32
@@ -69,6 +70,23 @@ def assert_equal(ours: QuantizedWeights, toolkits: QuantizedWeights) -> None:
 @pytest.mark.parametrize("count", [1, 16])
 def test_weights_are_those_of_the_toolkit(name: str, count: int):
     assert_equal(*both(*problem(count, SCHEMES[name])))
+
+
+def test_the_kernel_for_gpus_accepts_float64_models(monkeypatch: pytest.MonkeyPatch):
+    weight_EOA, hessian_EAA, scales, arguments = problem(2, SCHEMES["group"])
+    single, _ = both(weight_EOA, hessian_EAA, scales, arguments)
+    given: list[torch.dtype] = []
+
+    def kernel(*tensors: Tensor, **options: Any) -> None:
+        given.extend(each.dtype for each in (*tensors, options["scale"]))
+        gptq_block_update(*tensors, **options)
+
+    monkeypatch.setattr(gptq_batches, "gptq_block_update", kernel)
+    wide = scales._replace(scale=scales.scale.double())
+    double = quantize_weights(weight_EOA.double(), hessian_EAA, wide, arguments, COLUMNS_TOGETHER, DAMPENING)
+    # it works on float32 tensors only, and checks them
+    assert set(given) == {torch.float32}
+    assert torch.equal(double.weight_EOA, single.weight_EOA.double())
 
 
 def test_weights_in_16_bits_stay_so():
