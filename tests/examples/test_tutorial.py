@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import llmcompressor  # noqa: F401  # imported once, before programs are forked
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from moe_coverage_plugin import Manifest, load_scores
 from tests import processes
@@ -26,7 +29,8 @@ COMMANDS = [
     for block in re.findall(r"^```bash\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
     for line in block.replace("\\\n", " ").splitlines()
 ]
-CHANNELS = 4 * 16 * 384
+LAYERS = 2
+CHANNELS = LAYERS * 16 * 384
 COMPARED = ("benchmarks/testbed/mini_moe", "out/pruned", "out/recovered")
 TEXT = "text.txt"
 # options added to commands, because the defaults take longer; GPTQ of the recommended recipe takes 10 s each time, and
@@ -54,13 +58,23 @@ def interpreted(line: str) -> list[str]:
     return {"python": [], "moe-coverage": ["-m", "moe_coverage_plugin.cli"]}[program] + arguments
 
 
+def write_first_layers(directory: Path) -> None:
+    """Write the model of the tutorial with half of its layers."""
+    shutil.copytree(REPOSITORY / COMPARED[0], directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[23]\.", name)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Output of each command of the tutorial, run in a directory with links to folders of the repository."""
     directory = tmp_path_factory.mktemp("tutorial")
-    for folder in ("benchmarks", "examples"):
-        (directory / folder).symlink_to(REPOSITORY / folder)
-    text = (REPOSITORY / COMPARED[0] / "calibration.txt").read_text(encoding="utf-8")
+    (directory / "examples").symlink_to(REPOSITORY / "examples")
+    write_first_layers(directory / COMPARED[0])
+    text = (directory / COMPARED[0] / "calibration.txt").read_text(encoding="utf-8")
     (directory / TEXT).write_text(text[:20_000], encoding="utf-8")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     cache = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(directory / "datasets")}
@@ -122,24 +136,24 @@ def test_the_first_command_prunes_and_quantizes(printed: dict[str, str]) -> None
 
 def test_inspect_shows_the_described_lines(printed: dict[str, str]) -> None:
     shown = output(printed, "inspect")
-    for text in ("kept", "coverage", "removed", "fewest tokens", "tensor parallel", "18,432 of 24,576 kept (75.0 %)"):
+    for text in ("kept", "coverage", "removed", "fewest tokens", "tensor parallel", "9,216 of 12,288 kept (75.0 %)"):
         assert text in shown
 
 
 def test_plans_of_another_size(printed: dict[str, str]) -> None:
     plans = [text for command, text in printed.items() if command.startswith("moe-coverage plan")]
     assert len(plans) == 2
-    assert all("12,288 of 24,576 kept (50.0 %)" in text for text in plans)
+    assert all("6,144 of 12,288 kept (50.0 %)" in text for text in plans)
 
 
 def test_pruning_without_quantization(printed: dict[str, str]) -> None:
-    assert "model.layers.3.mlp.experts: " in output(printed, "/prune.py")
+    assert "model.layers.1.mlp.experts: " in output(printed, "/prune.py")
     assert kept("out/pruned") == CHANNELS * 3 // 4
     assert not in_four_bits("out/pruned")
 
 
 def test_pruning_with_quantization_to_four_bits(printed: dict[str, str]) -> None:
-    assert "20.79 MiB became 5.77 (27.7%)" in output(printed, "/prune_and_quantize.py")
+    assert "11.40 MiB became 3.88 (34.1%)" in output(printed, "/prune_and_quantize.py")
     assert kept("out/pruned_q4") == CHANNELS * 3 // 4
     assert in_four_bits("out/pruned_q4")
 
@@ -154,7 +168,7 @@ def test_user_defined_scores_determine_the_plan(printed: dict[str, str]) -> None
     assert not (own.channels_LEI == measured.channels_LEI).all()
     blocks = own.channels_LEI.sort(-1, descending=True).values.unflatten(-1, (-1, 64)).sum(-1).flatten()
     threshold = blocks.sort(descending=True).values[CHANNELS * 3 // 4 // 64 - 1]
-    widths = (blocks >= threshold).unflatten(0, (4, 16, -1)).sum(-1) * 64
+    widths = (blocks >= threshold).unflatten(0, (LAYERS, 16, -1)).sum(-1) * 64
     manifest = Manifest.from_checkpoint("out/own")
     assert manifest is not None
     assert list(manifest.widths.values()) == widths.tolist()
