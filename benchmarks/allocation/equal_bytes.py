@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.allocation.rows import Row
-from benchmarks.allocation.tables import RECOMMENDED, UNPRUNED
+from benchmarks.allocation.tables import FORMER, RECOMMENDED, UNPRUNED
+
+OURS = (*RECOMMENDED, *FORMER)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
             continue
         sizes, losses = zip(*curve, strict=True)
         for point in same:
-            if point.method in (*RECOMMENDED, UNPRUNED):
+            if point.method in (*OURS, UNPRUNED):
                 continue
             ours = float(np.interp(point.bytes, sizes, losses))
             if ours > point.loss:
@@ -74,7 +76,7 @@ def lost_to_other_bits(rows: Sequence[Row], method: str) -> list[str]:
             point
             for point in points
             if point.bits != ours.bits
-            and point.method not in RECOMMENDED
+            and point.method not in OURS
             and point.bytes <= ours.bytes
             and point.loss < ours.loss
         ]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.allocation.equal_bytes import lost_to_other_bits, lost_to_same_bits
+from benchmarks.allocation.equal_bytes import OURS, lost_to_other_bits, lost_to_same_bits
 from benchmarks.allocation.rows import Row, read_rows
-from benchmarks.allocation.tables import RECOMMENDED, TITLES, UNPRUNED
+from benchmarks.allocation.tables import TITLES, UNPRUNED
 from benchmarks.markers import markers, write_between
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -196,18 +196,18 @@ def _sweep(entries: Sequence[Entry], base: float) -> str:
         parts.append(f"{bits} bits; all channels: {_sized(chosen.get((UNPRUNED, 0.0)), base)}")
         parts.append(_markdown(cells, ("", *map(_percent, sparsities))))
     rows = [row for entry in entries for row in entry.measured]
-    for recommended in RECOMMENDED:
+    for ours in (method for method in OURS if any(row.method == method for row in rows)):
         parts.append(
-            f"**Baselines with a lower loss than `{recommended}` at equal bytes and bits** (first the loss of the "
-            f"baseline, then that of `{recommended}`, interpolated linearly between two measured sizes, which "
+            f"**Baselines with a lower loss than `{ours}` at equal bytes and bits** (first the loss of the "
+            f"baseline, then that of `{ours}`, interpolated linearly between two measured sizes, which "
             "overestimates a convex curve):"
         )
-        parts.append(_list(lost_to_same_bits(rows, recommended)))
+        parts.append(_list(lost_to_same_bits(rows, ours)))
         parts.append(
-            f"Rows of `{recommended}` for which a baseline with another number of bits is not larger and has a lower "
+            f"Rows of `{ours}` for which a baseline with another number of bits is not larger and has a lower "
             "loss:"
         )
-        parts.append(_list(lost_to_other_bits(rows, recommended)))
+        parts.append(_list(lost_to_other_bits(rows, ours)))
     return "\n\n".join(parts)
 
 
