@@ -222,6 +222,8 @@ def test_layouts(small: Path, tmp_path: Path, log: list[str], cut: tuple[str, Pr
                 assert torch.equal(zero_N, ~twin.gate_proj.weight.any(1))
                 assert not twin.down_proj.weight[:, zero_N].any()
                 assert bool(zero_N.any()) <= (layout == "padded")
+    ids, original = torch.tensor(many()["input_ids"]), open_linear(small)
+    assert distance(fitted, original, ids) < distance(unfitted, original, ids)
     # stock transformers opens a uniform one, with its own order of sums
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(fitted), rtol=1e-5, atol=1e-5)
 

@@ -65,7 +65,7 @@ def test_pipeline_of_two_ranks() -> None:
 
 def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
     """Experts of other ranks take no memory; attention and shared experts are still split, and summed once."""
-    paths = [checkpoint_path(name) for name in ("ragged_shared_fp32", "ragged_asymmetric", "padded_w4a16")]
+    paths = [checkpoint_path(name) for name in ("ragged_shared_fp32", "ragged_asymmetric")]
     process = start(
         paths,
         IN_PROCESSES | {"tensor_parallel_size": 2, "enable_expert_parallel": True},
