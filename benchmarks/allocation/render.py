@@ -204,8 +204,7 @@ def _sweep(entries: Sequence[Entry], base: float) -> str:
         )
         parts.append(_list(lost_to_same_bits(rows, ours)))
         parts.append(
-            f"Rows of `{ours}` for which a baseline with another number of bits is not larger and has a lower "
-            "loss:"
+            f"Rows of `{ours}` for which a baseline with another number of bits is not larger and has a lower loss:"
         )
         parts.append(_list(lost_to_other_bits(rows, ours)))
     return "\n\n".join(parts)
