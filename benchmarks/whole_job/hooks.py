@@ -18,6 +18,7 @@ from llmcompressor.pipelines.sequential.pipeline import SequentialPipeline
 from benchmarks.whole_job.record import Recorder
 from moe_coverage_plugin import AlignmentModifier, CoverageModifier
 from moe_coverage_plugin.calibration import interactions, layerwise, layerwise_gradients, observation
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modifiers import channel_pruning, reconstruction_pass
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers
 from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
@@ -81,6 +82,8 @@ def timed(recorder: Recorder, saves: bool) -> Iterator[None]:
         replace(layerwise, "with_progress", _counted(recorder))
         replace(observation, "with_progress", _counted(recorder))
         replace(layerwise_gradients, "with_progress", _counted(recorder))
+        for name in ("load", "kept"):
+            replace(Progress, name, _found(recorder))
         for modifier in (REAPPruningModifier, GPTQModifier):
             replace(modifier, "on_sequential_epoch_end", _layers(recorder))
         yield
@@ -126,6 +129,22 @@ def _counted(recorder: Recorder) -> Callable[[Callable[..., Any]], Any]:
             recorder.progress(count, count)
 
         return iterate
+
+    return make
+
+
+def _found(recorder: Recorder) -> Callable[[Callable[..., Any]], Any]:
+    """Note that a run goes on from what an equal one has kept."""
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            if found is not None:
+                recorder.note(resumed=True)
+            return found
+
+        return call
 
     return make
 

@@ -155,8 +155,8 @@ def _prune(
     recipe[0] = AttributionModifier(save_scores=str(scores))
     options: dict[str, Any] = {}
     if "compression" in phases:
-        # what a killed run keeps beside its output, from which this one goes on
-        recorder.note(resumed=any(output.with_name(f".{output.name}.progress").glob("*.safetensors")))
+        # until it finds what a killed run has kept
+        recorder.note(resumed=False)
         shutil.rmtree(output, ignore_errors=True)
         options = {"output_dir": str(output)}
         if "scores" not in phases:

@@ -41,13 +41,14 @@ def section(record: dict[str, Any]) -> str:
     title = SHAPES[record["shape"]].title
     layers, full = config["num_hidden_layers"], SHAPES[record["shape"]].config["num_hidden_layers"]
     head = [
-        *dict.fromkeys(_machine(run["environment"]) for run in runs),
+        *_machines(runs),
         *(f"Command: `{command}`" for command in dict.fromkeys(run["command"] for run in runs)),
         f"Seed: {record['seed']}.",
         f"Shape: {title} with {layers} {'of its ' + str(full) + ' ' if layers < full else ''}layers of "
         f"{experts_of(config)} experts, random weights; samples of {record['length']} random tokens.",
         "s/M tokens: seconds for a million calibration tokens; over forward: divided by those of the plain forward.",
         *_of_process(runs),
+        *(f"{run['job']}: opened by {_listed(run['serving_versions'])}." for run in runs if "serving_versions" in run),
         *(f"{run['job']}: {run['left_out']}." for run in runs if "left_out" in run),
         *(f"{run['job']} failed: {run['error']}" for run in runs if "error" in run),
         *_of_plans(runs),
@@ -90,14 +91,27 @@ def _titles(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     return TITLES | budgets
 
 
+def _machines(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each environment, with the names of its jobs if there are several."""
+    jobs: dict[str, list[str]] = {}
+    for run in runs:
+        jobs.setdefault(_machine(run["environment"]), []).append(run["job"])
+    if len(jobs) == 1:
+        return [f"Machine: {machine}" for machine in jobs]
+    return [f"Machine of {', '.join(dict.fromkeys(names))}: {machine}" for machine, names in jobs.items()]
+
+
 def _machine(environment: dict[str, Any]) -> str:
     card = environment["card"]
     where = f"{card} (driver {environment['driver']})" if card else "No card"
-    versions = ", ".join(f"{package} {number}" for package, number in environment["versions"].items())
     return (
-        f"Machine: {where}, {environment['cpu']}, {environment['threads']} threads, "
-        f"{environment['host_bytes'] / GIB:.0f} GiB of memory. Versions: {versions}."
+        f"{where}, {environment['cpu']}, {environment['threads']} threads, "
+        f"{environment['host_bytes'] / GIB:.0f} GiB of memory. Versions: {_listed(environment['versions'])}."
     )
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {number}" for package, number in versions.items())
 
 
 def unit(runs: Sequence[dict[str, Any]]) -> float | None:
@@ -142,10 +156,10 @@ def _row(run: dict[str, Any], phase: dict[str, Any], forward: float | None) -> t
 
 
 def _totals(runs: Sequence[dict[str, Any]]) -> str:
-    """Sums of complete jobs, of the last run of each phase and of what it went on from, with the largest peaks."""
+    """Sums of complete jobs without serving, of the last run of each phase and of what it went on from, and peaks."""
     rows = []
     for job, title in _titles(runs).items():
-        chosen = [run for run in runs if run["job"] == job]
+        chosen = [run for run in runs if run["job"] == job and "serving_versions" not in run]
         phases = {phase["name"]: phase for run in chosen for phase in run["phases"] if phase["name"] != FORWARD}
         # a run that goes on from a killed one has done only the rest
         resumed = any(run.get("resumed") for run in chosen)

@@ -12,10 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.whole_job.__main__ import COMPUTED, main
+from benchmarks.whole_job.hooks import timed
 from benchmarks.whole_job.needs import compressed_bytes, gradient_pass_bytes, needs, parameters, table
 from benchmarks.whole_job.record import Recorder
 from benchmarks.whole_job.render import section
 from benchmarks.whole_job.shapes import SHAPES
+from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.manifest import Manifest
 from tests import processes
 
@@ -76,6 +78,7 @@ def test_written_bytes_are_those_of_the_checkpoints(measured: Path):
         2 * parameters(SHAPES["tiny"].config).total <= phases["checkpoint", "writing random weights"]["written_bytes"]
     )
     assert not (measured / "job" / "reap").exists()
+    assert [run["resumed"] for run in record["runs"] if "resumed" in run] == [False]
     # headers of files, shapes of packed weights and norms are small but not nothing here
     assert stored["ours"] == pytest.approx(compressed_bytes(SHAPES["tiny"].config), rel=0.1)
 
@@ -236,7 +239,7 @@ def test_two_commands_at_once_keep_the_phases_of_each_other(tmp_path: Path):
     assert [each.name for each in file.parent.iterdir()] == ["job.json"]
 
 
-def test_a_resumed_job_counts_the_time_of_the_killed_one():
+def test_a_job_counts_the_killed_run_that_it_went_on_from_and_not_serving():
     def phase(name: str, seconds: float, done: bool) -> dict[str, Any]:
         sizes = {"gpu_allocated_bytes": None, "gpu_reserved_bytes": None, "host_peak_bytes": 2**30}
         return {"name": name, "done": done, "seconds": seconds, "parts": {}, "progress": [8, 48], **sizes}
@@ -244,9 +247,34 @@ def test_a_resumed_job_counts_the_time_of_the_killed_one():
     ours = RUN | {"environment": RUN_ENVIRONMENT}
     killed = ours | {"phases": [phase("opening", 30, True), phase("reconstruction and quantization", 570, False)]}
     rest = ours | {"phases": [phase("opening", 30, True), phase("reconstruction and quantization", 90, True)]}
-    lines = section(SETTINGS | {"runs": [killed, rest | {"stored_bytes": 10**9, "resumed": True}]}).splitlines()
-    (total,) = [line.split("|") for line in lines if line.startswith("| this package")]
-    assert total[3].strip() == f"{(30 + 570 + 90) / 60:.1f}"
+    served = ours | {"phases": [phase("opening in vLLM", 60, True)], "serving_versions": {"vllm": "0.32"}}
+    minutes = {False: (30 + 90) / 60, True: (30 + 570 + 90) / 60}
+    for resumed, expected in minutes.items():
+        runs = [killed, rest | {"stored_bytes": 10**9, "resumed": resumed}, served]
+        text = section(SETTINGS | {"runs": runs})
+        (total,) = [line.split("|") for line in text.splitlines() if line.startswith("| this package")]
+        # a job ends when its checkpoint is saved
+        assert total[3].strip() == f"{expected:.1f}"
+        assert "- ours: opened by vllm 0.32." in text
+
+
+def test_a_run_that_finds_progress_says_so(tmp_path: Path):
+    file = tmp_path / "job.json"
+    with timed(Recorder(file, SETTINGS, RUN, tmp_path), saves=False):
+        progress = Progress(tmp_path / "progress", "reconstruction", {})
+        assert progress.load("layer") is None
+        assert "resumed" not in json.loads(file.read_text())["runs"][0]
+        progress.save("layer", {"weight": torch.zeros(2)})
+        assert progress.load("layer") is not None
+    progress.remove()
+    assert json.loads(file.read_text())["runs"][0]["resumed"]
+
+
+def test_jobs_of_several_machines_name_theirs():
+    other = RUN | {"job": "reap", "phases": [], "environment": RUN_ENVIRONMENT | {"versions": {"torch": "1"}}}
+    text = section(SETTINGS | {"runs": [RUN | {"phases": [], "environment": RUN_ENVIRONMENT}, other]})
+    assert "- Machine of ours: No card, a CPU" in text
+    assert "- Machine of reap: No card, a CPU" in text
 
 
 @pytest.mark.parametrize("name", SHAPES)
