@@ -34,8 +34,6 @@ LONGEST = [
     "serving/test_adapters.py",
     "serving/test_benchmark.py",
     "serving/kernels/test_machine_code.py",
-    "serving/test_unavailable.py",
-    "serving/test_plugin.py",
     "modeling/test_memory.py",
     "modifiers/test_recommended.py",
     "faults/test_resume_jobs.py",

@@ -63,6 +63,8 @@ def server(directory: Path) -> Iterator[Server]:
     path = checkpoint_path(CHECKPOINT, "tokenizer.json")
     script = REPOSITORY / "examples" / "serve_and_query.py"
     command = [sys.executable, script, path, "--hold", "--prompt", "w5 w6 w7", "--max-tokens", "4", *OPTIONS]
+    # without a worker in an interpreter of its own, as on one GPU
+    command += ["--distributed-executor-backend", "uni"]
     command += ["--enable-lora", "--lora-modules", f"{ADAPTER}={directory / ADAPTER}"]
     # other tests keep engines in their process, but users do not
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
