@@ -129,24 +129,6 @@ def run_apart(
     return {Path(result["path"]).name: result for result in results}
 
 
-def test_two_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Case 6, case 30: two ranks, in interpreters of their own, find the plugin and give the output of one.
-
-    The server of ``test_server`` has its engine in an interpreter of its own.
-    """
-    path = checkpoint_path("ragged_w4a16_a64")
-    cores = sorted(os.sched_getaffinity(0))
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    results = run_apart(
-        tmp_path,
-        {path: options},
-        # each would compile two operations of vLLM
-        TORCHDYNAMO_DISABLE="1",
-        VLLM_CPU_OMP_THREADS_BIND=f"{cores[0]}|{cores[-1]}",
-    )
-    assert_agrees(path, results[path.name]["prompt_logprobs"])
-
-
 def test_stock_vllm_stops_at_ragged_experts_and_loads_one_width(tmp_path: Path) -> None:
     """Field case 2.18: the error names the plugin, of every scheme."""
     ragged = [checkpoint_path(name) for name in [*RAGGED_16BIT, "ragged_w4a16", "ragged_fp8", "ragged_granite_w4a16"]]

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server, started by ``examples/serve_and_query.py`` and queried over HTTP."""
+"""The OpenAI-compatible server over two ranks, started by ``examples/serve_and_query.py`` and queried over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.serving.engine import REPOSITORY, checkpoint_path, expected_logprobs
 
 pytestmark = pytest.mark.engine
 
-CHECKPOINT = "ragged_w4a16"
+CHECKPOINT = "ragged_w4a16_a64"
 MOST_TOKENS = 128
 OPTIONS = ("--enforce-eager", "--max-model-len", MOST_TOKENS, "--max-num-seqs", 4, "--dtype", "float32")
 ADAPTER = "attention"
@@ -63,12 +63,14 @@ def server(directory: Path) -> Iterator[Server]:
     path = checkpoint_path(CHECKPOINT, "tokenizer.json")
     script = REPOSITORY / "examples" / "serve_and_query.py"
     command = [sys.executable, script, path, "--hold", "--prompt", "w5 w6 w7", "--max-tokens", "4", *OPTIONS]
-    # without a worker in an interpreter of its own, as on one GPU
-    command += ["--distributed-executor-backend", "uni"]
+    # Case 6, case 30: two ranks, in interpreters of their own, find the plugin and give the output of one
+    command += ["--tensor-parallel-size", "2"]
     command += ["--enable-lora", "--lora-modules", f"{ADAPTER}={directory / ADAPTER}"]
     # other tests keep engines in their process, but users do not
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    cores = sorted(os.sched_getaffinity(0))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     # it would compile two operations of vLLM, for eighteen seconds
     environment["TORCHDYNAMO_DISABLE"] = "1"
     process = subprocess.Popen(
