@@ -131,8 +131,7 @@ def test_scores_equal_autograd(family, metric: str):
     assert_equal(observe(family, dataset, {"channel_metric": metric}, batch_size=2), expected, metric)
 
 
-@pytest.mark.parametrize("all_experts", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(("batch_size", "all_experts"), [(1, True), (4, False)])
 def test_batches_and_all_experts_mode_do_not_matter(family, batch_size: int, all_experts: bool):
     dataset = padded_with_prompts(labelled=False)
     expected = reference(open_stock(family, linear=True), batches_of(dataset, 1))

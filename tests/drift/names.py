@@ -136,6 +136,7 @@ OWN_METHODS = {
         f"{OURS}.modifiers.layerwise_gptq.LayerwiseGPTQModifier.{name}"
         for name in (
             "quantized",
+            "changes_others",
             "freeze",
             "join_reconstruction",
             "passes",

@@ -41,7 +41,6 @@ FAMILIES = {
     "ragged_deepseek_v3": LATENT,
     "ragged_ernie": (*ATTENTION, *SHARED),
     "ragged_minimax": ATTENTION,
-    "ragged_granite": ATTENTION,
     "ragged_granite_w4a16": ATTENTION,
 }
 IN_BFLOAT16 = {"ragged_bf16": ATTENTION, "ragged_qwen3_next": (*ATTENTION, *LINEAR_ATTENTION)}
