@@ -17,11 +17,10 @@ export TOKENIZERS_PARALLELISM := false
 # dozens of processes import the same packages
 unexport PYTHONDONTWRITEBYTECODE
 
-# Files that take longest first, fixtures of a module made once
-PYTEST := -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-SERVE_PROCESSES := 2
-TEST_COMPRESS := $(COMPRESS)/bin/python $(PYTEST) 2 tests --ignore tests/serving
-TEST_SERVE := MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python $(PYTEST) $(SERVE_PROCESSES) tests/serving
+# Two processes, files that take longest first, fixtures of a module made once
+PYTEST := -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TEST_COMPRESS := $(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving
+TEST_SERVE := MOE_COVERAGE_ARTIFACTS=$(ARTIFACTS) $(SERVE)/bin/python $(PYTEST) tests/serving
 
 QUICK := not slow and not engine and not browser
 
@@ -34,16 +33,18 @@ demo: $(COMPRESS)/.ready $(SERVE)/.ready
 
 ## Everything that must hold: style, types, layers, both halves.
 test:
-	@# several targets at a time, each printing in one piece; where one fails, all of it does
+	@# two targets at a time, each printing in one piece; where one fails, all of it does
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target environments
-	@echo "Both halves, style and types at once: each prints its results when it ends"
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target SERVE_PROCESSES=0 test-compress test-serve lint
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint checkpoints
+	@# one half after the other: more processes than cores slow each other down
+	$(TEST_COMPRESS)
+	$(TEST_SERVE)
 
 ## The inner loop: style, types, layers, and the tests that take neither an engine, a browser nor long.
 check: environments
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint
-	$(COMPRESS)/bin/python $(PYTEST) 2 tests --ignore tests/serving -m "$(QUICK)"
-	$(SERVE)/bin/python $(PYTEST) 2 tests/serving -m "$(QUICK)"
+	$(COMPRESS)/bin/python $(PYTEST) tests --ignore tests/serving -m "$(QUICK)"
+	$(SERVE)/bin/python $(PYTEST) tests/serving -m "$(QUICK)"
 
 environments: $(COMPRESS)/.ready $(SERVE)/.ready
 	@:

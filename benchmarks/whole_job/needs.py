@@ -106,7 +106,7 @@ def gradient_pass_bytes(config: Config, batch_tokens: int = BATCH_TOKENS) -> dic
 
 
 def interaction_bytes(config: Config) -> float:
-    """Matrices of the experts that are scored together, ``64 * 64 I^2``."""
+    """Matrices of the experts that are scored together, ``80 * 64 I^2``."""
     return 8 * MATRICES * min(SCORED, experts_of(config)) * config["moe_intermediate_size"] ** 2
 
 
@@ -258,7 +258,7 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
     sizes: dict[str, float] = {
         "weights, `2 P`": need.weights,
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
-        "interactions: matrices of 64 experts, `64 * 64 I^2`": interaction_bytes(config),
+        "interactions: matrices of 64 experts, `80 * 64 I^2`": interaction_bytes(config),
         "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
         "reconstruction: tokens of 8 experts, `8 * 4096 (28 H + 24 I)`": refit_bytes(config),
         "GPTQ: matrices of 32 experts, `32 (16 H^2 + 4 I^2 + 20 H I)`": hessian_bytes(config),

@@ -26,7 +26,7 @@ TITLE, COST = "Channel interactions", 2.0
 # slows; on a GPU, as many more as take this part of its free memory
 SCORED, SHARE = 64, 0.25
 # float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
-MATRICES = 8
+MATRICES = 10
 # name of what is kept of a layer, before the name of the layer
 SCORES = "interactions"
 

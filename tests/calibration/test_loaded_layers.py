@@ -182,7 +182,7 @@ def test_layers_that_do_not_fit(
     free = int(layers_that_fit / loaded_layers.SHARE * loaded_layers.offloaded_bytes(model.model.layers[0]))
     monkeypatch.setattr(loaded_layers, "free_memory", lambda _device: free)
     with counted_loads(model, monkeypatch) as loads:
-        visit_layers(model, find_moe_layers(model), data, lambda _step: None, "Test")
+        visit_layers(model, find_moe_layers(model), data, lambda step: step.observe(), "Test")
     assert loads == [CHECK + loads_of_pass] * LAYERS
     assert any(warning in message for message in log)
 
