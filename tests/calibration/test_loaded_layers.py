@@ -182,8 +182,10 @@ def test_layers_that_do_not_fit(
     free = int(layers_that_fit / loaded_layers.SHARE * loaded_layers.offloaded_bytes(model.model.layers[0]))
     monkeypatch.setattr(loaded_layers, "free_memory", lambda _device: free)
     with counted_loads(model, monkeypatch) as loads:
-        visit_layers(model, find_moe_layers(model), data, lambda step: step.observe(), "Test")
-    assert loads == [CHECK + loads_of_pass] * LAYERS
+        visit_layers(model, find_moe_layers(model), data, lambda _step: None, "Test")
+    # nothing needs the outputs of the last layer: it computes no batch, but is loaded where layers are loaded entirely
+    last = CHECK + (loads_of_pass == 1)
+    assert loads == [CHECK + loads_of_pass] * (LAYERS - 1) + [last]
     assert any(warning in message for message in log)
 
 
