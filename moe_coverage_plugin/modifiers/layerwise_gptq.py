@@ -80,8 +80,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
 
     # whether the reconstruction before it quantizes each layer
     _joined: bool = PrivateAttr(default=False)
-    # of the decoder layer that is observed now: linear layers of experts, Hessian matrices of the others
-    _experts: set[Module] = PrivateAttr(default_factory=set)
+    # Hessian matrices of linear layers outside of experts, of the decoder layer that is observed now
     _others: InputSums = PrivateAttr(default_factory=InputSums)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -114,14 +113,15 @@ class LayerwiseGPTQModifier(GPTQModifier):
         QuantizationMixin.end_calibration(self, state.model)
 
     def _visit(self, kept: KeptLayers, step: DecoderStep) -> None:
-        if not step.layers and not self.changes_others(step):
+        changes_others = self.changes_others(step)
+        if not step.layers and not changes_others:
             return
         if (tensors := kept.load()) is not None:
             restore(step.decoder_layer, tensors)
             self.freeze(step)
             return
         with self.watched(step) as hooked:
-            inputs = step.observe(changes=True, hooked=hooked, only_experts=not self.changes_others(step))
+            inputs = step.observe(changes=True, hooked=hooked, only_experts=not changes_others)
         for layer, each in inputs:
             self.quantize_experts(layer, each)
         self.quantize_others(step)
@@ -151,7 +151,6 @@ class LayerwiseGPTQModifier(GPTQModifier):
         Yields:
             Whether some of these layers see what is computed from the outputs of experts.
         """
-        self._experts = {linear for layer in step.layers for linear in expert_linears(layer)}
 
         def add(module: Module, args: tuple[Tensor, ...], _output: Any) -> None:
             self._others.add(module, args[0], step.current.real_T)
@@ -167,7 +166,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
             self._others.forget_last()
 
     def changes_others(self, step: DecoderStep) -> bool:
-        """Return whether linear layers outside of experts of a decoder layer that is watched are to be quantized."""
+        """Return whether linear layers of a decoder layer, outside of its experts, are to be quantized."""
         return bool(self._modules_of(step))
 
     def quantize_others(self, step: DecoderStep) -> None:
@@ -261,10 +260,11 @@ class LayerwiseGPTQModifier(GPTQModifier):
             self._num_compressed_modules += len(batch)
 
     def _modules_of(self, step: DecoderStep) -> list[Linear]:
+        experts = {linear for layer in step.layers for linear in expert_linears(layer)}
         return [
             module
             for module in step.decoder_layer.modules()
-            if isinstance(module, Linear) and module in self._module_names and module not in self._experts
+            if isinstance(module, Linear) and module in self._module_names and module not in experts
         ]
 
     def _check_schemes(self) -> None:

@@ -97,15 +97,15 @@ class _Reconstruction:
     def visit(self, step: DecoderStep) -> None:
         """Change a decoder layer."""
         quantizer = self._quantizer
-        if not step.layers and (quantizer is None or not quantizer.changes_others(step)):
+        changes_others = quantizer is not None and quantizer.changes_others(step)
+        if not step.layers and not changes_others:
             return
         if (tensors := self._finished.load()) is not None:
             self._restore(step, tensors)
             return
         before = self._counts.copy()
         with nullcontext(False) if quantizer is None else quantizer.watched(step) as hooked:
-            only_experts = quantizer is None or not quantizer.changes_others(step)
-            inputs = step.observe(changes=True, hooked=hooked, only_experts=only_experts)
+            inputs = step.observe(changes=True, hooked=hooked, only_experts=not changes_others)
         for layer, each in inputs:
             if layer.name in self._kept:
                 self._change(layer, each)
