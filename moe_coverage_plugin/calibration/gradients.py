@@ -123,11 +123,12 @@ class GradientObserver:
 
         The gradients of a token's experts are one vector times their routing weights, so one row per token is enough.
         """
-        weights_M, slots = routing.routing_weights_M, self.layer.top_k
-        norm_T = _over_slots(weights_M.square(), routing, slots).sqrt()
+        weights_M = routing.routing_weights_M
+        tokens = len(weights_M) // self.layer.top_k
+        norm_T = routing.over_slots(weights_M.square(), tokens).sqrt()
         unit_M = weights_M / norm_T.clamp(min=torch.finfo(weights_M.dtype).tiny)[routing.tokens_M]
         output_HH = self.sums["output_HH"]
-        grad_TH = _over_slots((grad_MH * unit_M[:, None]).to(output_HH.dtype), routing, slots)
+        grad_TH = routing.over_slots((grad_MH * unit_M[:, None]).to(output_HH.dtype), tokens)
         # gradients in 16 bits were rounded more than their sums over slots are in TF32
         with tf32_products(grad_MH.dtype in SIXTEEN_BITS):
             output_HH.addmm_(grad_TH.T, grad_TH)
@@ -179,8 +180,3 @@ class GradientObserver:
     def channel_scores(self, sums: Mapping[str, Tensor]) -> Tensor:
         """Final channel scores ``[E, I]``, float64 on the CPU, from the sums of all ranks; ``obs`` needs more."""
         return finalize_gradient_scores(self.metric, sums["gradient_UEI"])
-
-
-def _over_slots(rows_M: Tensor, routing: Routing, slots: int) -> Tensor:
-    """Sums over the slots of each token, in the same order every time."""
-    return torch.empty_like(rows_M).index_copy_(0, routing.places_M, rows_M).unflatten(0, (slots, -1)).sum(0)

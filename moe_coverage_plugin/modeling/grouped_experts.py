@@ -117,9 +117,7 @@ class GroupedExperts:
 def _weighted_sum(z_MH: Tensor, routing: Routing, hidden_TH: Tensor) -> Tensor:
     """The outputs of the experts of each token, times their routing weights, added."""
     weighted_MH = (z_MH * routing.routing_weights_M[:, None]).to(hidden_TH.dtype)
-    # a sum over slots has the same order every time, unlike atomic additions
-    by_slot_MH = torch.empty_like(weighted_MH).index_copy_(0, routing.places_M, weighted_MH)
-    return by_slot_MH.unflatten(0, (-1, len(hidden_TH))).sum(0)
+    return routing.over_slots(weighted_MH, len(hidden_TH))
 
 
 class RaggedExperts:

@@ -54,6 +54,15 @@ class Routing:
         """Return the rows whose token is not padding, detached."""
         return rows_M.detach() if self.real_M is None else rows_M.detach()[self.real_M]
 
+    def over_slots(self, rows_M: Tensor, tokens: int) -> Tensor:
+        """Sum rows over the slots of each token, ``[T, ...]``, in the same order every time, unlike atomic additions.
+
+        Args:
+            rows_M: ``[M, ...]``.
+            tokens: number of tokens of the batch.
+        """
+        return torch.empty_like(rows_M).index_copy_(0, self.places_M, rows_M).unflatten(0, (-1, tokens)).sum(0)
+
 
 def _count_sorted(ids_M: Tensor, experts: int) -> Tensor:
     """Count each expert; ``torch.bincount`` would synchronize with the device."""
