@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.whole_job.shapes import Config, Shape, experts_of, moe_layers_of
-from moe_coverage_plugin.calibration.interactions import MATRICES, SCORED
+from moe_coverage_plugin.calibration.interactions import SCORED, matrix_bytes
 from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
@@ -107,7 +107,7 @@ def gradient_pass_bytes(config: Config, batch_tokens: int = BATCH_TOKENS) -> dic
 
 def interaction_bytes(config: Config) -> float:
     """Matrices of the experts that are scored together, ``80 * 64 I^2``."""
-    return 8 * MATRICES * min(SCORED, experts_of(config)) * config["moe_intermediate_size"] ** 2
+    return min(SCORED, experts_of(config)) * matrix_bytes(config["moe_intermediate_size"])
 
 
 def fit_bytes(config: Config) -> float:

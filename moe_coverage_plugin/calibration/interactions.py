@@ -72,7 +72,12 @@ def _scored_together(layer: MoELayer, device: torch.device) -> int:
     if device.type == "cpu":
         return SCORED
     _, channels = uniform_shape([layer])
-    return max(SCORED, int(SHARE * free_memory(device)) // (8 * MATRICES * channels**2))
+    return max(SCORED, int(SHARE * free_memory(device)) // matrix_bytes(channels))
+
+
+def matrix_bytes(channels: int) -> int:
+    """Bytes of the matrices of an expert while it is scored."""
+    return 8 * MATRICES * channels**2
 
 
 def _kept_scores(progress: Progress, layers: Sequence[MoELayer]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from llmcompressor.utils.dev import get_main_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_coverage_plugin.calibration.interactions import MATRICES, SCORED
+from moe_coverage_plugin.calibration.interactions import SCORED, matrix_bytes
 from moe_coverage_plugin.calibration.next_token import check_predicted
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.manifest import CoverageError, report_layers
@@ -49,7 +49,7 @@ def check_memory(options: AttributionOptions, layers: Sequence[MoELayer]) -> Non
     experts, channels = uniform_shape(layers)
     down = projections(layers[0].mlps[0])["down_proj"]
     # the moments of output gradients of all layers in 32 bits, and the matrices of experts that are scored together
-    needed = len(layers) * 4 * down.out_features**2 + MATRICES * 8 * min(experts, SCORED) * channels**2
+    needed = len(layers) * 4 * down.out_features**2 + min(experts, SCORED) * matrix_bytes(channels)
     # weights can have been offloaded by the name of a device
     device = torch.device(str(get_execution_device(down)))
     if device.type == "cpu":

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_coverage_plugin.calibration.interactions import matrix_bytes
 from moe_coverage_plugin.core.obs import obs_scores
 from moe_coverage_plugin.core.reconstruction import gram
-from moe_coverage_plugin.modifiers.attribution_checks import MATRICES
 
 
 class Peak(TorchDispatchMode):
@@ -48,5 +48,5 @@ def test_the_check_counts_what_scoring_takes():
         del grams_2DII, half_DII, gram_II
         curvature = [each.clone() for each in gram_DII]
         obs_scores(gram_DII, torch.stack(curvature))
-    counted = MATRICES * 8 * experts * channels**2
+    counted = experts * matrix_bytes(channels)
     assert 0.8 * counted < peak.bytes < counted
