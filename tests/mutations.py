@@ -645,7 +645,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     *(
         Mutation(
-            f"{key}_{value!r}"[:40], SOME[turn % 3 :][:1], configure(**{key: value}), f"{key}|has shape", toolkits=True
+            f"{key}_{value!r}"[:40],
+            (SOME[turn % len(SOME)],),
+            configure(**{key: value}),
+            f"{key}|has shape",
+            toolkits=True,
         )
         for key, values in (
             ("hidden_size", ("128", 128.0, True, 0, -1, 10**30, [128], 64)),

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.allocation.rows import Row
-from benchmarks.allocation.tables import FORMER, RECOMMENDED, UNPRUNED
-
-OURS = (*RECOMMENDED, *FORMER)
+from benchmarks.allocation.tables import OURS, UNPRUNED
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.allocation.equal_bytes import OURS, lost_to_other_bits, lost_to_same_bits
+from benchmarks.allocation.equal_bytes import lost_to_other_bits, lost_to_same_bits
 from benchmarks.allocation.rows import Row, read_rows
-from benchmarks.allocation.tables import TITLES, UNPRUNED
+from benchmarks.allocation.tables import OURS, TITLES, UNPRUNED
 from benchmarks.markers import markers, write_between
 from moe_coverage_plugin.manifest import CoverageError
 
