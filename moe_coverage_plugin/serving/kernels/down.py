@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import expand_m, expand_o, round_to
+from moe_coverage_plugin.serving.kernels.dependent_launch import wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import (
     COLUMNS,
     FIRST_GROUP,
@@ -24,7 +25,7 @@ def down_kernel(
     WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``z[m] = routing_weight[m] * down_proj(h[m])`` with the weights of the pair's expert.
 
@@ -50,6 +51,7 @@ def down_kernel(
         routing_weight_ptr: floating ``[num_pairs]``, read unless ``WEIGHT_ON_INPUT``.
         z_ptr: ``[num_pairs, hidden]``, written in its own dtype.
     """
+    wait_for_previous_kernel(PDL)
     tile_m, tile_n = tile_of_program(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
     expert = tl.load(expert_of_tile_ptr + tile_m).to(tl.int64)
     if expert < 0:
@@ -92,6 +94,7 @@ def down_kernel(
 def sum_kernel(
     z_ptr, table_ptr, ids_ptr, y_ptr, hidden,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``y[t] = sum over k of z[t * TOP_K + k]``; a pair without a tile counts as zero.
 
@@ -107,6 +110,7 @@ def sum_kernel(
             ``MIN_WIDTH``, have no tile, see ``route``.
         y_ptr: ``[tokens, hidden]``, written in its own dtype.
     """
+    wait_for_previous_kernel(PDL)
     token = tl.program_id(0)
     channel_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total_H = tl.zeros((BLOCK_H,), dtype=tl.float32)
@@ -128,6 +132,7 @@ def down_decode_kernel(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
     SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INLINE_PTX: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``y[t] = sum over k of routing_weight[t, k] * down_proj(h[t, k])``: ``down_kernel`` and ``sum_kernel`` in one.
 
@@ -155,6 +160,7 @@ def down_decode_kernel(
         SLOTS: ``TOP_K`` rounded up to a power of two.
         NUM_STAGES: stages of the software pipeline, see ``gemv_slots``.
     """
+    wait_for_previous_kernel(PDL)
     token, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
     channel_H = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_H = tl.minimum(channel_H, hidden - 1)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from moe_coverage_plugin.serving.kernels.arithmetic import apply_activation, expand_m, expand_o, round_to
+from moe_coverage_plugin.serving.kernels.dependent_launch import wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import (
     FIRST_CHANNEL,
     FIRST_UNIT,
@@ -23,7 +24,7 @@ def gate_up_kernel(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
     ONE_PAIR_PER_TILE: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``h[m] = act(gate_proj(x[token(m)])) * up_proj(x[token(m)])`` with the weights of the pair's expert.
 
@@ -54,6 +55,7 @@ def gate_up_kernel(
     Constants (others: see the package):
         ONE_PAIR_PER_TILE: tile ``m`` consists of pair ``m`` alone, and the other ``BLOCK_M - 1`` rows are masked.
     """
+    wait_for_previous_kernel(PDL)
     tile_m, tile_n = tile_of_program(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
     expert = tl.load(expert_of_tile_ptr + tile_m).to(tl.int64)
     if ONE_PAIR_PER_TILE:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.serving.float8 import LARGEST, SMALLEST
 from moe_coverage_plugin.serving.kernels.arithmetic import round_to
+from moe_coverage_plugin.serving.kernels.dependent_launch import launch_options, wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
 
 MAX_BLOCK = 2048
@@ -19,6 +20,7 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 def quantize_kernel(
     x_ptr, expert_ptr, table_ptr, q_ptr, scale_ptr, columns, x_stride,
     OF_EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``scale[m] = max over a of |x[m, a]| / 448`` and ``q[m, a] = x[m, a] / scale[m]``.
 
@@ -41,6 +43,7 @@ def quantize_kernel(
         OF_EXPERTS: read as many columns as the row's expert has channels, rounded up to a multiple of ``UNIT``, and
             not the first ``columns``.
     """
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     if OF_EXPERTS:
         expert = known_expert(tl.load(expert_ptr + row), NUM_EXPERTS)
@@ -97,5 +100,6 @@ def _launch(
         UNIT=unit,
         # a rank without channels of any expert still adds their biases
         BLOCK_A=min(MAX_BLOCK, triton.next_power_of_2(max(1, x.shape[1]))),
+        **launch_options(x.device),
     )
     return quantized, scale

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_coverage_plugin.serving.kernels.dependent_launch import launch_options, wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
 
 ONE_KERNEL_LIMITS = ((64, 64), (1024, 1024))
@@ -82,6 +83,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
     one_kernel = counted_per_step is not None
     pairs_per_program = PAIRS_PER_PROGRAM if one_kernel else MANY_PAIRS_PER_PROGRAM
     programs, bins = triton.cdiv(num_pairs, pairs_per_program), triton.next_power_of_2(experts)
+    options = launch_options(device)
     totals_E = earlier_ME = topk_ids_TK  # not read by the only kernel
     if not one_kernel:
         earlier_ME = torch.empty(programs, bins, dtype=torch.int32, device=device)
@@ -92,12 +94,14 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
             MIN_WIDTH=min_width,
             PAIRS_PER_PROGRAM=pairs_per_program,
             BINS=bins,
+            **options,
         )
         _prefix_sum_kernel[(triton.cdiv(bins, EXPERTS_PER_PROGRAM),)](
             *(earlier_ME, totals_E, programs),
             PROGRAMS_PER_STEP=PROGRAMS_PER_STEP,
             EXPERTS_PER_PROGRAM=EXPERTS_PER_PROGRAM,
             BINS=bins,
+            **options,
         )
     _scatter_kernel[(programs,)](
         *(topk_ids_TK, table_E4, earlier_ME, totals_E, *routing, num_pairs, tiles),
@@ -110,6 +114,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         COMPARED_PER_STEP=COMPARED_PER_STEP if one_kernel else COMPARED_PER_STEP_OF_MANY,
         TILES_PER_STEP=TILES_PER_STEP,
         BINS=bins,
+        **options,
     )
     return routing
 
@@ -127,6 +132,7 @@ def _load_experts(ids_ptr, table_ptr, pair, num_pairs, NUM_EXPERTS: tl.constexpr
 def _histogram_kernel(
     ids_ptr, table_ptr, counts_ptr, num_pairs,
     NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, PAIRS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``counts[program, expert]``: the number of pairs of each expert among the pairs of each program.
 
@@ -137,6 +143,7 @@ def _histogram_kernel(
         table_ptr: int64 ``[experts, 4]``, see ``TableRow``.
         counts_ptr: int32 ``[programs, BINS]``; ``BINS`` is the number of experts, rounded up to a power of two.
     """
+    wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
     pair_M = program * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
     expert_M = _load_experts(ids_ptr, table_ptr, pair_M, num_pairs, NUM_EXPERTS, MIN_WIDTH)
@@ -146,7 +153,7 @@ def _histogram_kernel(
 @triton.jit(do_not_specialize=["programs"])
 def _prefix_sum_kernel(
     counts_ptr, totals_ptr, programs,
-    PROGRAMS_PER_STEP: tl.constexpr, EXPERTS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr,
+    PROGRAMS_PER_STEP: tl.constexpr, EXPERTS_PER_PROGRAM: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Replace ``counts[program, expert]`` by its exclusive prefix sum over programs, and write ``totals[expert]``.
 
@@ -157,6 +164,7 @@ def _prefix_sum_kernel(
         counts_ptr: int32 ``[programs, BINS]`` of ``_histogram_kernel``, overwritten.
         totals_ptr: int32 ``[BINS]``.
     """
+    wait_for_previous_kernel(PDL)
     expert_E = tl.program_id(0) * EXPERTS_PER_PROGRAM + tl.arange(0, EXPERTS_PER_PROGRAM)
     total_E = tl.zeros((EXPERTS_PER_PROGRAM,), dtype=tl.int32)
     for first in range(0, programs, PROGRAMS_PER_STEP):
@@ -174,7 +182,7 @@ def _scatter_kernel(
     ids_ptr, table_ptr, earlier_ptr, totals_ptr, sorted_pairs_ptr, expert_of_tile_ptr, num_pairs, num_tiles,
     ONE_KERNEL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MIN_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     PAIRS_PER_PROGRAM: tl.constexpr, COUNTED_PER_STEP: tl.constexpr, COMPARED_PER_STEP: tl.constexpr,
-    TILES_PER_STEP: tl.constexpr, BINS: tl.constexpr,
+    TILES_PER_STEP: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``sorted_pairs[first_position[expert(m)] + rank[m]] = m``, padding, and ``expert_of_tile``.
 
@@ -196,6 +204,7 @@ def _scatter_kernel(
     Constants:
         ONE_KERNEL: every program counts all pairs itself and compares its own with all earlier ones.
     """
+    wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
     first = program * PAIRS_PER_PROGRAM
     pair_M = first + tl.arange(0, PAIRS_PER_PROGRAM)

@@ -60,6 +60,7 @@ def compiled(
         "GROUP_M": tiles.group_m,
         "SWAP_AB": tiles.swap_ab,
         "EVEN_K": kernel is gate_up_kernel,
+        "PDL": target is HOPPER,
         "bias_ptr": None,
     }
     if not has_zero_point:
@@ -81,7 +82,7 @@ def compiled(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": target is HOPPER}
     return compile_kernel(source, target=target, options=options)
 
 
