@@ -10,6 +10,7 @@ from moe_coverage_plugin.serving.kernels.packed_weights import (
     load_packed,
     load_row_scales,
     load_scales,
+    load_step_scale,
     packed_ptrs,
     unpack_step,
 )
@@ -27,7 +28,8 @@ def matmul_tile(
     ``acc[m, o] = sum over a of x[m, a] * w[o, a]``, accumulated in float32 over steps of ``BLOCK_K`` input features in
     ascending order. With ``BITS`` 8, neither activations nor weights are scaled: the caller multiplies ``acc``. With
     ``BITS`` 4 and quantization groups, weights are dequantized and rounded to the dtype of ``x`` before each dot
-    product; with one scale per row, ``acc`` is scaled at the end.
+    product, or, with fewer than 16 rows, the sum of each step is scaled in float32; with one scale per row, ``acc`` is
+    scaled at the end.
 
     Operands:
         x_ptr_M1: pointers to the activations of each routed row.
@@ -60,30 +62,45 @@ def matmul_tile(
                 acc = wait_for_dot(acc)
     else:
         DTYPE: tl.constexpr = x_ptr_M1.dtype.element_ty
-        feature_A = feature_order(BLOCK_K)
+        # Triton then uses mma.sync, which has few results per thread: scaling these takes fewer instructions
+        NARROW: tl.constexpr = BLOCK_M < 16
+        SCALE_SUMS: tl.constexpr = NARROW and GROUP_SIZE > 0 and GROUP_SIZE % BLOCK_K == 0
+        feature_A = feature_order(BLOCK_K, NARROW)
         w_ptrs = packed_ptrs(w_ptr, first_row, num_rows, in_features, BLOCK_N, BLOCK_K)
+        if SCALE_SUMS:
+            next_scale_O = load_step_scale(scale_ptr, first_row, num_rows, 0, in_features, GROUP_SIZE, BLOCK_N)
         # a packed row holds 4 bytes per input feature
         for byte in range(0, 4 * in_features, 4 * BLOCK_K):
             k = byte // 4
             x = _load_x(x_ptr_M1, mask_M, k + feature_A, in_features, routing_weight_M, EVEN_K, MUL_ROUTING_WEIGHT)
             packed = load_packed(w_ptrs, byte, in_features, EVEN_K, BLOCK_K)
-            w = unpack_step(packed, DTYPE, INLINE_PTX, BLOCK_N, BLOCK_K)
+            w = unpack_step(packed, DTYPE, INLINE_PTX, BLOCK_N, BLOCK_K, NARROW)
             if HAS_ZERO_POINT:
                 zero_point = load_scales(
-                    zero_point_ptr, first_row, num_rows, k, in_features, GROUP_SIZE, BLOCK_N, BLOCK_K
+                    zero_point_ptr, first_row, num_rows, k, in_features, GROUP_SIZE, BLOCK_N, BLOCK_K, NARROW
                 )
                 w = subtract_zero_point(w, zero_point, INLINE_PTX)
-            if GROUP_SIZE > 0:
-                # Triton pipelines only loads that feed a dot product, so weights are scaled and not the results
-                scale = load_scales(scale_ptr, first_row, num_rows, k, in_features, GROUP_SIZE, BLOCK_N, BLOCK_K)
-                w = apply_scale(w, scale, INLINE_PTX)
-            acc = mma(x, w, acc, SWAP_AB)
-            if SWAP_AB or MUL_ROUTING_WEIGHT:
-                acc = wait_for_dot(acc)
-        if GROUP_SIZE == 0:  # noqa: SIM102  # a condition at compile time around one at run time
-            # a rank without channels of an expert has no scales of its w2
-            if in_features > 0:
-                acc *= expand_o(load_row_scales(scale_ptr, first_row, num_rows, BLOCK_N).to(tl.float32), SWAP_AB)
+            if SCALE_SUMS:
+                # loaded one step ahead, because Triton pipelines only loads that feed a dot product
+                scale_O = next_scale_O
+                next_scale_O = load_step_scale(
+                    scale_ptr, first_row, num_rows, k + BLOCK_K, in_features, GROUP_SIZE, BLOCK_N
+                )
+                part = mma(x, w, init_accumulator(BLOCK_M, BLOCK_N, SWAP_AB), SWAP_AB)
+                acc += part * expand_o(scale_O.to(tl.float32), SWAP_AB)
+            else:
+                if GROUP_SIZE > 0:
+                    # weights and not results, for the same reason
+                    scale = load_scales(
+                        scale_ptr, first_row, num_rows, k, in_features, GROUP_SIZE, BLOCK_N, BLOCK_K, NARROW
+                    )
+                    w = apply_scale(w, scale, INLINE_PTX)
+                acc = mma(x, w, acc, SWAP_AB)
+                if (SWAP_AB or MUL_ROUTING_WEIGHT) and not NARROW:
+                    acc = wait_for_dot(acc)
+        if GROUP_SIZE == 0:
+            scale_O = load_row_scales(scale_ptr, first_row, num_rows, in_features > 0, BLOCK_N)
+            acc *= expand_o(scale_O.to(tl.float32), SWAP_AB)
     return acc
 
 

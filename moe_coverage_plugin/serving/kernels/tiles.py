@@ -45,7 +45,7 @@ class LaunchPlan:
             ``tiled``: routing, both projections by tiles of pairs, and a sum.
         gate_up: tile sizes of the gate and up projection.
         down: tile sizes of the down projection; ``decode`` uses neither its ``group_m`` nor its ``swap_ab``.
-        block_m: pairs per tile, 16 or more.
+        block_m: pairs per tile, 8 or more; with 8, Triton uses ``mma.sync``, which is faster for packed weights.
         float32_z: keep the outputs of pairs in float32 until they are summed. ``decode`` always does.
     """
 
@@ -67,10 +67,7 @@ _DECODE_FLOAT8 = (
     (8, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(8, 256, 4, 3))),
     (32, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(16, 128, 4, 3))),
 )
-_DECODE_PACKED = (
-    (16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),
-    (32, LaunchPlan("decode", Tiles(64, 128, 4, 4), Tiles(16, 128, 4, 3))),
-)
+_DECODE_PACKED = ((16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),)
 _MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
 """Weights of ``w2`` up to which pairs are decoded, by bits: fewer launches, but weights are read more slowly."""
 
@@ -97,7 +94,10 @@ _PLAIN = (
         ),
     ),
 )
+_PACKED_FEW_PROGRAMS = ((10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(64, 256, 4, 3))),)
 _PACKED = (
+    (1.5, LaunchPlan("tiled", Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
+    (6, LaunchPlan("tiled", Tiles(128, 64, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
     (10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(128, 64, 4, 5), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 5), Tiles(128, 64, 4, 5), block_m=32)),
     (160, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group_m=8), Tiles(128, 64, 4, 4, group_m=8), block_m=64)),
@@ -135,7 +135,7 @@ _PLAIN_SMALL_SHARED_MEMORY = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
 _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
     16: (_DECODE_PLAIN, _with_down(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
     8: (_DECODE_FLOAT8, _with_down(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
-    4: (_DECODE_PACKED, _with_down(_PACKED[:1], Tiles(64, 256, 4, 3)), _PACKED),
+    4: (_DECODE_PACKED, _PACKED_FEW_PROGRAMS, _PACKED),
 }
 
 

@@ -67,6 +67,20 @@ def test_wait_for_dot_is_still_needed() -> None:
     assert oldest[1] == "0.26"
 
 
+def test_packed_weights_of_few_pairs_stay_in_their_threads(kernels: dict[str, str]) -> None:
+    """A thread loads its four adjacent bytes as one word, and no weight moves to another thread."""
+    narrow = {name: code for name, code in kernels.items() if "4 bits, 8 pairs" in name}
+    assert len(narrow) >= 4
+    for name, code in narrow.items():
+        layouts = dict(re.findall(r"^(#\w+) = #ttg.linear<\{register = (.*?), lane", code, re.MULTILINE))
+        loads = re.findall(r"ttg.local_load .*xi8, .*-> tensor<\w+xi8, (#\w+)>", code)
+        assert loads, name
+        assert all(layouts[layout].startswith("[[0, 1], [0, 2],") for layout in loads), name
+        loop = code[code.index("scf.for") :]
+        loop = loop[: loop.index("scf.yield")]
+        assert not re.search(r"ttg.convert_layout .* : tensor<\d+x\d+x(i8|bf16), ", loop), name
+
+
 @pytest.mark.parametrize("kind", ["16 bits, 128 pairs", "8 bits, 64 pairs"])
 def test_dots_with_operands_in_shared_memory_overlap(kernels: dict[str, str], kind: str) -> None:
     """With 16 and 8 bits, kernels are fast only if a dot product can be pending when the next one begins."""
