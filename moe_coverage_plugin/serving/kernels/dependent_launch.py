@@ -32,9 +32,7 @@ def launch_options(device: torch.device, useful: bool = True) -> dict[str, bool]
 @cache
 def is_available(device: torch.device) -> bool:
     """Whether a device has programmatic dependent launch."""
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
