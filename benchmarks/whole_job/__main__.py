@@ -16,9 +16,9 @@ reap, gptq
     The jobs of llm-compressor, with all its defaults except that experts see routed tokens only
     (``moe_calibrate_all_experts=False``), which is faster. Their results are deleted.
 
-With ``--gpu-memory``, this package's job has its weights in host memory or on disk, and allocations beyond the limit
-fail. It is a job of its own in the tables, and says whether scores, widths and kept channels equal those of the job in
-memory, which must be in the same directory.
+With ``--bits 16``, this package's job does not quantize. With ``--gpu-memory``, it has its weights in host memory
+or on disk, and allocations beyond the limit fail. Each is a job of its own in the tables. The latter says whether
+scores, widths and kept channels equal those of the job in memory, which must be in the same directory.
 
 Each job runs in a process of its own. Functions of this package and of the toolkit are timed from outside, by
 ``benchmarks/whole_job/hooks.py``, which wraps them and waits for the card before it reads the clock. For each
@@ -133,6 +133,7 @@ def _run(given: list[str], args: argparse.Namespace, phases: list[str]) -> None:
         args.serve_python,
         args.serve_options,
         args.gpu_memory,
+        args.bits,
     )
     args.directory.mkdir(parents=True, exist_ok=True)
     settings = {"shape": args.shape, "config": shape.config, "length": args.length, "seed": args.seed}
@@ -211,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--serve-python", help="interpreter of the environment with vLLM; without it, serving is left out"
     )
+    parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of the weights of this package's job")
     parser.add_argument("--serve-options", type=json.loads, default={}, help="options of vllm.LLM, as JSON")
     parser.add_argument("--directory", type=Path, help="local disk for checkpoints; files in it are replaced")
     parser.add_argument("--output", type=Path, help="JSON file to add the runs to")

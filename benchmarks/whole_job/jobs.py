@@ -37,7 +37,7 @@ from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 
 SPARSITY, BLOCK, SCHEME = 0.25, 128, "W4A16"
 OPENING, FORWARD = "opening", "plain forward"
-SOURCE, SCORES, OURS = "model", "scores.safetensors", "ours"
+SOURCE, OURS = "model", "ours"
 # place of the weights that is no device map
 HOST = "cpu"
 # phases of the command line
@@ -61,6 +61,7 @@ class Work:
         serve_python: interpreter of the environment with vLLM.
         serve_options: options of ``vllm.LLM``.
         gpu_memory: limit of GPU memory in GiB of this package's job.
+        bits: bits of the weights that this package's job writes, 4 or 16.
     """
 
     directory: Path
@@ -73,11 +74,21 @@ class Work:
     serve_python: str | None
     serve_options: dict[str, Any]
     gpu_memory: float | None = None
+    bits: int = 4
 
     @property
     def name(self) -> str:
         """Name of this package's job, and of its checkpoint."""
-        return OURS if self.gpu_memory is None else f"{OURS}-{self.gpu_memory:g}GiB-{self.device_map or HOST}"
+        return f"{OURS}{self._limit}" + "-16bit" * (self.bits == 16)
+
+    @property
+    def scores(self) -> Path:
+        """Its score file, which does not depend on the bits."""
+        return self.directory / f"scores{self._limit}.safetensors"
+
+    @property
+    def _limit(self) -> str:
+        return "" if self.gpu_memory is None else f"-{self.gpu_memory:g}GiB-{self.device_map or HOST}"
 
     @property
     def source(self) -> Path:
@@ -132,9 +143,10 @@ def _write(work: Work, recorder: Recorder) -> None:
 
 def _ours(phases: list[str], work: Work, recorder: Recorder) -> None:
     output = work.directory / work.name
-    scores = work.directory / SCORES.replace("scores", f"scores{work.name.removeprefix(OURS)}")
-    if "compression" in phases and "scores" not in phases and not scores.is_file():
-        raise CoverageError(f"{work.directory} has no {scores.name}: run --phases scores first, or scores,compression")
+    if "compression" in phases and "scores" not in phases and not work.scores.is_file():
+        raise CoverageError(
+            f"{work.directory} has no {work.scores.name}: run --phases scores first, or scores,compression"
+        )
     if work.gpu_memory is not None:
         limit_gpu_memory(work.gpu_memory)
     with offload_folder(output, work.device_map) as folder:
@@ -144,15 +156,14 @@ def _ours(phases: list[str], work: Work, recorder: Recorder) -> None:
             plain_forward(model, work, recorder)
         elif "forward" in phases:
             recorder.note(left_out="the plain forward was left out, because each batch would load all weights")
-        _prune(model, phases, work, recorder, scores, output)
+        _prune(model, phases, work, recorder, output)
 
 
-def _prune(
-    model: PreTrainedModel, phases: list[str], work: Work, recorder: Recorder, scores: Path, output: Path
-) -> None:
-    recipe = recommended_recipe(SPARSITY, BLOCK, scheme=SCHEME, ignore=work.shape.ignore)
+def _prune(model: PreTrainedModel, phases: list[str], work: Work, recorder: Recorder, output: Path) -> None:
+    scheme = SCHEME if work.bits == 4 else None
+    recipe = recommended_recipe(SPARSITY, BLOCK, scheme=scheme, ignore=work.shape.ignore)
     assert isinstance(recipe[0], AttributionModifier)
-    recipe[0] = AttributionModifier(save_scores=str(scores))
+    recipe[0] = AttributionModifier(save_scores=str(work.scores))
     options: dict[str, Any] = {}
     if "compression" in phases:
         # until it finds what a killed run has kept
@@ -160,7 +171,7 @@ def _prune(
         shutil.rmtree(output, ignore_errors=True)
         options = {"output_dir": str(output)}
         if "scores" not in phases:
-            recipe[0] = AttributionModifier(scores=str(scores))
+            recipe[0] = AttributionModifier(scores=str(work.scores))
     elif "scores" in phases:
         recipe = recipe[:1]
     else:

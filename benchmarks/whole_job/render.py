@@ -24,7 +24,12 @@ phases and what is counted.
 {END}
 """
 FORWARD = "plain forward"
-TITLES = {"ours": "this package", "reap": "REAP + W4A16 of llm-compressor", "gptq": "W4A16 of llm-compressor"}
+TITLES = {
+    "ours": "this package",
+    "ours-16bit": "this package, in 16 bits",
+    "reap": "REAP + W4A16 of llm-compressor",
+    "gptq": "W4A16 of llm-compressor",
+}
 GIB = 2**30
 
 
