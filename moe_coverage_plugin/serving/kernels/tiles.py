@@ -73,7 +73,7 @@ _MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
 
 # Plans by the number of pairs per expert up to which they are chosen.
 _PLAIN = (
-    (10, LaunchPlan("tiled", Tiles(64, 128, 8, 3), Tiles(128, 128, 4, 3), block_m=16)),
+    (10, LaunchPlan("tiled", Tiles(32, 128, 4, 4), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 4), Tiles(256, 64, 4, 3), block_m=32)),
     (
         48,
