@@ -20,7 +20,7 @@ from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import Problem, Refit, refit_experts
+from moe_coverage_plugin.core.refit import Problem, Refit, Tokens, refit_experts
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
@@ -31,10 +31,10 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
-# tokens of each expert that a refit of gate_proj and up_proj uses
-TOKENS = 4096
-# experts that are refitted together: their tokens and outputs in float32 are larger than their matrices
-REFITTED = 8
+# experts whose gate_proj and up_proj are refitted together
+REFITTED = 2
+# memory of their tokens, outputs and activations; refits use as many tokens as fit, since more of them fit better
+REFIT_BYTES = 2.5e9
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
 
@@ -163,7 +163,11 @@ class _Reconstruction:
         down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
         starts = range(0, len(experts), REFITTED) if self._full else ()
         parts = [slice(start, start + REFITTED) for start in starts]
-        refits = [_refitted(layer, experts[part], kept_EN[part], down_EHN[part], inputs) for part in parts]
+        most = refit_tokens(*down_EHI.shape[1:])
+        refits = [
+            _refitted(layer, experts[part], kept_EN[part], down_EHN[part], inputs.sample(experts[part], most))
+            for part in parts
+        ]
         names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
         # all that is read from the device, at once
         better_E = torch.cat([refit.better_E for refit in refits]).tolist() if refits else [False] * len(experts)
@@ -205,11 +209,15 @@ def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
     return torch.stack(weights)
 
 
+def refit_tokens(hidden: int, channels: int) -> int:
+    """Most tokens of an expert that the refit of ``gate_proj`` and ``up_proj`` uses, by its shape."""
+    return int(REFIT_BYTES / REFITTED / (28 * hidden + 24 * channels))
+
+
 def _refitted(
-    layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs
+    layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor, sides: tuple[Tokens, Tokens]
 ) -> Refit:
-    """Weights of all projections of experts of one width."""
-    sides = inputs.sample(experts, TOKENS)
+    """Weights of all projections of experts of one width, by the tokens to fit and those held back."""
     rows, biases, targets = [], [], ([], [])
     for position, index in enumerate(experts):
         with ExpertFunction(layer, index) as function:

@@ -262,9 +262,10 @@ def step(expert: Expert) -> Tensor:
         [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
     )
     rows = refit._Rows.of(problem([expert], held=False), torch.float64)
-    return refit._gauss_newton_step(
+    changes = refit._gauss_newton_steps(
         rows, torch.cat(expert.rows)[None], bias_O[None], expert.down_HN[None], expert.act
-    )[0]
+    )
+    return changes[-1][0] if changes else torch.zeros_like(torch.cat(expert.rows))
 
 
 KINDS = pytest.mark.parametrize(
@@ -274,17 +275,56 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+def preconditioned(expert: Expert, gradient_OH: Tensor) -> Tensor:
+    """``(L + lambda I)^-1 q (S + lambda I)^-1``, with sums over tokens one by one."""
+    inputs_HH, slopes_OO, parts = 0.0, 0.0, 1 + expert.gated
+    for x_H, weight, held in zip(*expert.tokens, strict=True):
+        if not held:
+            biases = [0.0 if bias is None else bias for bias in expert.biases]
+            h_O = torch.cat([row @ x_H + bias for row, bias in zip(expert.rows, biases, strict=True)]).requires_grad_()
+            (slope_O,) = torch.autograd.grad(expert.act(h_O[None]).sum(), h_O)
+            inputs_HH += weight**2 * torch.outer(x_H, x_H)
+            slopes_OO += weight**2 * x_H.square().mean() * torch.outer(slope_O, slope_O)
+    outputs_NN = expert.down_HN.T @ expert.down_HN
+    inverses = []
+    for matrix in (slopes_OO * outputs_NN.repeat(parts, parts), inputs_HH):
+        ridge = matrix.diagonal().mean() * len(matrix) / expert.fitted
+        inverses.append(torch.linalg.inv(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype)))
+    return inverses[0] @ gradient_OH @ inverses[1]
+
+
 @KINDS
 def test_first_step_equals_autograd(monkeypatch: pytest.MonkeyPatch, kind: dict):
-    """With ``q = J^T r`` the first step of conjugate gradients is ``q |q|^2 / |J q|^2``: both products are in it."""
+    """With ``q = J^T r`` and the preconditioned ``p``, the first step is ``p (q p) / |J p|^2``."""
     monkeypatch.setattr(refit, "STEPS", 1)
     monkeypatch.setattr(refit, "DAMPING", 0.0)
     expert = Expert(**kind)
     weighted, rows_OH, left_MH = linearised(expert)
     _, gradient_OH = torch.autograd.functional.vjp(weighted, rows_OH, left_MH)
-    _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, gradient_OH)
-    expected_OH = gradient_OH * gradient_OH.square().sum() / change_MH.square().sum()
-    torch.testing.assert_close(step(expert), expected_OH, rtol=1e-9, atol=1e-12)
+    direction_OH = preconditioned(expert, gradient_OH)
+    _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, direction_OH)
+    expected_OH = direction_OH * (gradient_OH * direction_OH).sum() / change_MH.square().sum()
+    torch.testing.assert_close(step(expert), expected_OH, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_inputs_of_unequal_size_need_no_more_steps(monkeypatch: pytest.MonkeyPatch, seed: int):
+    """Without the factors, the steps follow the largest directions of hidden states, and need twice as many."""
+    expert = Expert(seed, hidden=6, fitted=200)
+    scale_H = torch.logspace(-0.5, 0.5, 6, dtype=torch.float64)
+    expert.tokens = expert.tokens._replace(x_MH=expert.tokens.x_MH * scale_H)
+    expert.rows = [each / scale_H for each in expert.rows]
+    weighted, rows_OH, left_MH = linearised(expert)
+    monkeypatch.setattr(refit, "DAMPING", 0.0)
+
+    def error() -> float:
+        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert))
+        return float((left_MH - change_MH).square().sum())
+
+    with_factors = error()
+    monkeypatch.setattr(refit, "_inverse_factor", lambda each, _: torch.eye(each.shape[-1], dtype=each.dtype)[None])
+    monkeypatch.setattr(refit, "STEPS", 2 * refit.STEPS)
+    assert with_factors < error()
 
 
 @KINDS
