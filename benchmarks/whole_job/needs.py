@@ -18,7 +18,7 @@ from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.modifiers.reconstruction_pass import REFIT_BYTES
+from moe_coverage_plugin.modifiers.reconstruction_pass import FACTORIZED, REFIT_BYTES
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
 SPARSITY, GROUP = 0.25, 128
@@ -113,6 +113,11 @@ def fit_bytes(config: Config) -> float:
     """Matrices of the experts that are fitted together: Gram matrices, and three in float64 for each of 7 ridges."""
     matrices = 8 + 3 * 8 * len(RIDGES[:-1])
     return matrices * min(EXPERTS, experts_of(config)) * config["moe_intermediate_size"] ** 2
+
+
+def factor_bytes(config: Config) -> float:
+    """Factors of the experts that are refitted next, with copies while they are inverted, ``8 * 16 (H^2 + 4 I^2)``."""
+    return FACTORIZED * 16 * (config["hidden_size"] ** 2 + 4 * config["moe_intermediate_size"] ** 2)
 
 
 def hessian_bytes(config: Config) -> float:
@@ -217,7 +222,7 @@ def needs(config: Config, tokens: int = TOKENS, batch_tokens: int = BATCH_TOKENS
         layer_by_layer=max(
             interactions,
             fit_bytes(config),
-            REFIT_BYTES,
+            factor_bytes(config) + REFIT_BYTES,
             hessian_bytes(config),
             other_hessian_bytes(config),
         ),
@@ -254,6 +259,7 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
         "interactions: matrices of 64 experts, `80 * 64 I^2`": interaction_bytes(config),
         "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
+        "reconstruction: factors of 8 experts, `8 * 16 (H^2 + 4 I^2)`": factor_bytes(config),
         "reconstruction: tokens of 2 experts, at most": REFIT_BYTES,
         "GPTQ: matrices of 32 experts, `32 (16 H^2 + 4 I^2 + 20 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),

@@ -25,7 +25,7 @@ since what is taken of it is decided by errors in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,11 +61,42 @@ class Tokens(NamedTuple):
     count_E: Tensor
 
 
+class Weights(NamedTuple):
+    """Kept weights of experts of one width.
+
+    Attributes:
+        rows_EOH: of ``gate_proj`` and ``up_proj``, one below the other ``[E, 2N, H]``, or of ``up_proj`` alone.
+        bias_EO: of these rows, zero if there is none; it is unchanged.
+        down_EHN: columns of ``down_proj``, already fitted.
+    """
+
+    rows_EOH: Tensor
+    bias_EO: Tensor
+    down_EHN: Tensor
+
+    def wide(self) -> Weights:
+        """The same in float32 or wider."""
+        dtype = torch.promote_types(self.rows_EOH.dtype, torch.float32)
+        return Weights(*(each.detach().to(dtype) for each in self))
+
+
+class Factors(NamedTuple):
+    """Kronecker factors ``L`` and ``S`` with their ridges, or ``U`` with ``U^T U`` inverse to each.
+
+    Attributes:
+        left_EOO: for the rows.
+        right_EHH: for the inputs.
+    """
+
+    left_EOO: Tensor
+    right_EHH: Tensor
+
+
 class Refit(NamedTuple):
     """Refitted weights of the kept channels.
 
     Attributes:
-        rows_EOH: of ``gate_proj`` and ``up_proj``, one below the other ``[E, 2N, H]``, or of ``up_proj`` alone.
+        rows_EOH: of ``gate_proj`` and ``up_proj``, or of ``up_proj`` alone.
         down_EHN: columns of ``down_proj``.
         better_E: experts whose error on held-back tokens is lower with them; weights of others mean nothing.
     """
@@ -101,25 +132,61 @@ class _Rows(NamedTuple):
 
 
 @torch.no_grad()
-def refit_experts(
-    rows_EOH: Tensor, bias_EO: Tensor, down_EHN: Tensor, fitted: Problem, held: Problem, act: Activation
-) -> Refit:
+def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Factors:
+    """``L`` and ``S`` of experts of one width, each up to a factor of its expert, with ridges.
+
+    A ridge is the mean of the diagonal times the number of rows over that of tokens, about as large as the noise of a
+    matrix of so few tokens: if these are too few, the factors change no direction.
+
+    Args:
+        weights: at which the activation is linearised.
+        tokens: the tokens to fit.
+        act: activation function.
+    """
+    wide = weights.wide()
+    weight_EM1 = tokens.weight_EM.to(wide.rows_EOH.dtype)[..., None]
+    with tf32_products():
+        linear, _ = _linearised(tokens.x_EMH.to(wide.rows_EOH.dtype), weight_EM1, wide, act)
+        factors = linear.factors()
+    count_E = weight_EM1.count_nonzero(dim=(1, 2)).clamp(min=1)
+    for matrix_EAA in factors:
+        diagonal_EA = matrix_EAA.diagonal(dim1=1, dim2=2)
+        ridge_E = diagonal_EA.mean(1) * matrix_EAA.shape[-1] / count_E
+        diagonal_EA += ridge_E.where(ridge_E > 0, 1.0)[:, None]
+    return factors
+
+
+@torch.no_grad()
+def inverse_factors(parts: Sequence[Factors]) -> Factors:
+    """``U`` of the experts of all parts together; the identity for a matrix that has no inverse.
+
+    In full precision, because rounding could make matrices indefinite.
+    """
+    found = []
+    for matrices in zip(*parts, strict=True):
+        factor_EAA, solved_E = inverse_factor(torch.cat(matrices))
+        identity_AA = torch.eye(factor_EAA.shape[-1], dtype=factor_EAA.dtype, device=factor_EAA.device)
+        found.append(factor_EAA.where(solved_E[:, None, None], identity_AA))
+    return Factors(*found)
+
+
+@torch.no_grad()
+def refit_experts(weights: Weights, inverse: Factors, fitted: Problem, held: Problem, act: Activation) -> Refit:
     """Refit the kept channels of experts of one width (module docstring).
 
     Args:
-        rows_EOH: kept rows of ``gate_proj`` and ``up_proj``, one below the other, or of ``up_proj`` alone.
-        bias_EO: of ``rows_EOH``, zero if there is none; it is unchanged.
-        down_EHN: kept columns of ``down_proj``, already fitted.
+        weights: the kept weights.
+        inverse: :func:`inverse_factors` of these experts.
         fitted: the tokens to fit.
         held: the tokens held back.
         act: activation function.
 
     Returns:
-        Weights in the dtype of ``rows_EOH`` and ``down_EHN``.
+        Weights in the dtypes of ``weights``.
     """
-    dtype = torch.promote_types(rows_EOH.dtype, torch.float32)
+    old_EOH, bias_EO, old_EHN = wide = weights.wide()
+    dtype = old_EOH.dtype
     fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
-    old_EOH, bias_EO, old_EHN = (each.detach().to(dtype) for each in (rows_EOH, bias_EO, down_EHN))
 
     def inputs(problem: _Rows, rows_EOH: Tensor) -> Tensor:
         return torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT)
@@ -128,7 +195,8 @@ def refit_experts(
         left_EMH = act(h_EMO) @ old_EHN.mT - held_rows.target_EMH
         return (held_rows.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
 
-    changes = _gauss_newton_steps(fitted_rows, old_EOH, bias_EO, old_EHN, act)
+    with tf32_products():
+        changes = _gauss_newton_steps(fitted_rows, wide, inverse, act)
     old_EMO = inputs(held_rows, old_EOH)
     before_E, gains = error(old_EMO), []
     for change_EOH in changes:
@@ -142,42 +210,37 @@ def refit_experts(
     chosen_EOH = length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
     new_EOH = torch.where(better_E[:, None, None], old_EOH + chosen_EOH, old_EOH)
     new_EHN = _solve_down([(each, act(inputs(each, new_EOH))) for each in (fitted_rows, held_rows)], old_EHN)
-    return Refit(new_EOH.to(rows_EOH.dtype), new_EHN.to(down_EHN.dtype), better_E)
+    return Refit(new_EOH.to(weights.rows_EOH.dtype), new_EHN.to(weights.down_EHN.dtype), better_E)
 
 
-def _gauss_newton_steps(
-    problem: _Rows, rows_EOH: Tensor, bias_EO: Tensor, columns_EHN: Tensor, act: Activation
-) -> list[Tensor]:
+def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act: Activation) -> list[Tensor]:
     """The change of ``rows_EOH`` after each of :data:`STEPS` steps of conjugate gradients."""
-    with tf32_products():
-        linear, residual_EOH = _linearised(problem, rows_EOH, bias_EO, columns_EHN, act)
-        factors = linear.factors()
-    # in full precision, because rounding could make them indefinite
-    count_E = problem.weight_EM1.count_nonzero(dim=(1, 2))
-    left_EOO, right_EHH = (_inverse_factor(each, count_E) for each in factors)
+    x_EMH, weight_EM1, target_EMH = problem
+    linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
+    residual_EOH = linear.backward((target_EMH - a_EMN @ weights.down_EHN.mT) @ weights.down_EHN)
+    del a_EMN
 
     def precondition(values_EOH: Tensor) -> Tensor:
+        left_EOO, right_EHH = inverse
         return left_EOO.mT @ (left_EOO @ values_EOH @ right_EHH.mT) @ right_EHH
 
     def inner(one_EOH: Tensor, other_EOH: Tensor) -> Tensor:
         return (one_EOH * other_EOH).sum((1, 2), keepdim=True)
 
-    with tf32_products():
-        direction_EOH = precondition(residual_EOH)
-        square_E11 = inner(residual_EOH, direction_EOH)
-        changes = [torch.zeros_like(residual_EOH)]
-        going_E11 = torch.ones_like(square_E11, dtype=torch.bool)
-        for _ in range(STEPS):
-            product_EOH = linear.normal(direction_EOH)
-            curvature_E11 = inner(direction_EOH, product_EOH)
-            # an expert that arrived, or underflows, stays where it is
-            going_E11 = going_E11 & (curvature_E11 > 0)
-            length_E11 = (square_E11 / curvature_E11).where(going_E11, 0.0)
-            changes.append(changes[-1] + length_E11 * direction_EOH)
-            residual_EOH = residual_EOH - length_E11 * product_EOH
-            preconditioned_EOH = precondition(residual_EOH)
-            square_E11, last_E11 = inner(residual_EOH, preconditioned_EOH), square_E11
-            direction_EOH = preconditioned_EOH + (square_E11 / last_E11).where(last_E11 > 0, 0.0) * direction_EOH
+    direction_EOH = precondition(residual_EOH)
+    square_E11 = inner(residual_EOH, direction_EOH)
+    changes, going_E11 = [torch.zeros_like(residual_EOH)], torch.ones_like(square_E11, dtype=torch.bool)
+    for _ in range(STEPS):
+        product_EOH = linear.normal(direction_EOH)
+        curvature_E11 = inner(direction_EOH, product_EOH)
+        # an expert that arrived, or underflows, stays where it is
+        going_E11 = going_E11 & (curvature_E11 > 0)
+        length_E11 = (square_E11 / curvature_E11).where(going_E11, 0.0)
+        changes.append(changes[-1] + length_E11 * direction_EOH)
+        residual_EOH = residual_EOH - length_E11 * product_EOH
+        preconditioned_EOH = precondition(residual_EOH)
+        square_E11, last_E11 = inner(residual_EOH, preconditioned_EOH), square_E11
+        direction_EOH = preconditioned_EOH + (square_E11 / last_E11).where(last_E11 > 0, 0.0) * direction_EOH
     return changes[1:]
 
 
@@ -213,39 +276,24 @@ class _Linear(NamedTuple):
         change_EMN = (self.slope_EMO * (self.x_EMH @ change_EOH.mT)).unflatten(2, (self.parts, -1)).sum(2)
         return self.backward(change_EMN @ self.outputs_ENN) + DAMPING * self.mean_diagonal_E11 * change_EOH
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """``L`` and ``S`` of the module docstring, each up to a factor of its expert."""
+    def factors(self) -> Factors:
+        """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
         weighted_EMH = self.squared_EM1 * self.x_EMH
         squares_EM1 = (weighted_EMH * self.x_EMH).mean(-1, keepdim=True)
         slopes_EOO = (squares_EM1 * self.slope_EMO).mT @ self.slope_EMO
-        return slopes_EOO * self.outputs_ENN.repeat(1, self.parts, self.parts), weighted_EMH.mT @ self.x_EMH
+        outputs_EOO = self.outputs_ENN.repeat(1, self.parts, self.parts)
+        return Factors(slopes_EOO * outputs_EOO, weighted_EMH.mT @ self.x_EMH)
 
 
-def _linearised(
-    problem: _Rows, rows_EOH: Tensor, bias_EO: Tensor, columns_EHN: Tensor, act: Activation
-) -> tuple[_Linear, Tensor]:
-    """The linear functions at ``rows_EOH``, and ``J^T r``."""
-    x_EMH, weight_EM1, target_EMH = problem
+def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activation) -> tuple[_Linear, Tensor]:
+    """The linear functions at these weights, and the activations ``[E, M, N]``."""
+    rows_EOH, bias_EO, columns_EHN = weights
     a_EMN, slope_EMO = _slopes(act, torch.baddbmm(bias_EO[:, None], x_EMH, rows_EOH.mT))
     squared_EM1, outputs_ENN = weight_EM1.square(), columns_EHN.mT @ columns_EHN
     norms_EO = outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, slope_EMO.shape[2] // outputs_ENN.shape[1])
     squares_EM1 = squared_EM1 * x_EMH.square().mean(-1, keepdim=True)
     mean_diagonal_E11 = ((squares_EM1 * slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
-    linear = _Linear(x_EMH, squared_EM1, slope_EMO, outputs_ENN, mean_diagonal_E11)
-    return linear, linear.backward((target_EMH - a_EMN @ columns_EHN.mT) @ columns_EHN)
-
-
-def _inverse_factor(matrix_EAA: Tensor, count_E: Tensor) -> Tensor:
-    """``U`` with ``U^T U = (M + lambda I)^-1``; the identity for a matrix that has none.
-
-    ``lambda`` is the mean of the diagonal times the number of rows over that of tokens, about as large as the noise of
-    a matrix of so few tokens: if these are too few, the factors change no direction.
-    """
-    size, diagonal_EA = matrix_EAA.shape[-1], matrix_EAA.diagonal(dim1=1, dim2=2)
-    scale_E = diagonal_EA.mean(1) * size / count_E.clamp(min=1)
-    diagonal_EA += scale_E.where(scale_E > 0, 1.0)[:, None]
-    factor_EAA, solved_E = inverse_factor(matrix_EAA)
-    return factor_EAA.where(solved_E[:, None, None], torch.eye(size, dtype=factor_EAA.dtype, device=factor_EAA.device))
+    return _Linear(x_EMH, squared_EM1, slope_EMO, outputs_ENN, mean_diagonal_E11), a_EMN
 
 
 @torch.enable_grad()

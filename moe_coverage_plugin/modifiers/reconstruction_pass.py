@@ -20,7 +20,16 @@ from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import Problem, Refit, Tokens, refit_experts
+from moe_coverage_plugin.core.refit import (
+    Factors,
+    Problem,
+    Refit,
+    Tokens,
+    Weights,
+    curvature_factors,
+    inverse_factors,
+    refit_experts,
+)
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
@@ -31,8 +40,8 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
-# experts whose gate_proj and up_proj are refitted together
-REFITTED = 2
+# experts whose gate_proj and up_proj are refitted together, and those whose matrices are factorized together
+REFITTED, FACTORIZED = 2, 8
 # memory of their tokens, outputs and activations; refits use as many tokens as fit, since more of them fit better
 REFIT_BYTES = 2.5e9
 # experts are counted by what was fitted, and the counts are kept with each layer
@@ -161,12 +170,9 @@ class _Reconstruction:
         down_EHI = _down_weights(layer, experts)
         ridge_E = choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
         down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
-        starts = range(0, len(experts), REFITTED) if self._full else ()
-        parts = [slice(start, start + REFITTED) for start in starts]
-        most = refit_tokens(*down_EHI.shape[1:])
+        parts = _parts(experts, FACTORIZED) if self._full else ()
         refits = [
-            _refitted(layer, experts[part], kept_EN[part], down_EHN[part], inputs.sample(experts[part], most))
-            for part in parts
+            refit for part in parts for refit in _refits(layer, experts[part], kept_EN[part], down_EHN[part], inputs)
         ]
         names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
         # all that is read from the device, at once
@@ -214,14 +220,36 @@ def refit_tokens(hidden: int, channels: int) -> int:
     return int(REFIT_BYTES / REFITTED / (28 * hidden + 24 * channels))
 
 
-def _refitted(
-    layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor, sides: tuple[Tokens, Tokens]
-) -> Refit:
-    """Weights of all projections of experts of one width, by the tokens to fit and those held back."""
-    rows, biases, targets = [], [], ([], [])
-    for position, index in enumerate(experts):
+def _refits(
+    layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs
+) -> list[Refit]:
+    """Weights of all projections of experts of one width, by :data:`REFITTED` of them."""
+    act = ExpertFunction(layer, experts[0]).act
+    most = refit_tokens(inputs.x_TH.shape[1], projections(layer.mlps[experts[0]])["down_proj"].in_features)
+    parts = _parts(experts, REFITTED)
+    weights = [_kept_weights(layer, experts[part], kept_EN[part], down_EHN[part]) for part in parts]
+    # tokens are found once more below: those of all these experts take more memory than their matrices
+    inverse = inverse_factors(
+        [
+            curvature_factors(each, inputs.sample(experts[part], most)[0], act)
+            for part, each in zip(parts, weights, strict=True)
+        ]
+    )
+    refits = []
+    for part, each in zip(parts, weights, strict=True):
+        sides = [_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most)]
+        refits.append(refit_experts(each, Factors(*(factor[part] for factor in inverse)), *sides, act))
+    return refits
+
+
+def _parts(experts: Sequence[int], size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, len(experts), size)]
+
+
+def _kept_weights(layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor) -> Weights:
+    rows, biases = [], []
+    for kept_N, index in zip(kept_EN, experts, strict=True):
         with ExpertFunction(layer, index) as function:
-            kept_N = kept_EN[position]
             rows.append(torch.cat([linear.weight[kept_N] for linear in function.inputs]))
             biases.append(
                 torch.cat(
@@ -231,9 +259,14 @@ def _refitted(
                     ]
                 )
             )
-            for target, tokens in zip(targets, sides, strict=True):
-                # wider than a pass in 16 bits, so that the target has no rounding to be fitted
-                target.append(function.wide_output(tokens.x_EMH[position]))
-    fitted, held = (Problem(tokens, torch.stack(target)) for tokens, target in zip(sides, targets, strict=True))
-    act = ExpertFunction(layer, experts[0]).act
-    return refit_experts(torch.stack(rows), torch.stack(biases), down_EHN, fitted, held, act)
+    return Weights(torch.stack(rows), torch.stack(biases), down_EHN)
+
+
+def _problem(layer: MoELayer, experts: Sequence[int], tokens: Tokens) -> Problem:
+    """Tokens of experts, and what the unpruned experts output for them."""
+    targets = []
+    for x_MH, index in zip(tokens.x_EMH, experts, strict=True):
+        with ExpertFunction(layer, index) as function:
+            # wider than a pass in 16 bits, so that the target has no rounding to be fitted
+            targets.append(function.wide_output(x_MH))
+    return Problem(tokens, torch.stack(targets))

@@ -14,7 +14,16 @@ from torch.nn.functional import silu
 
 from moe_coverage_plugin.core import refit
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Problem, Tokens, refit_experts
+from moe_coverage_plugin.core.refit import (
+    FEWEST_TOKENS,
+    Factors,
+    Problem,
+    Tokens,
+    Weights,
+    curvature_factors,
+    inverse_factors,
+    refit_experts,
+)
 
 
 def swiglu(h_MO: Tensor) -> Tensor:
@@ -95,9 +104,10 @@ def refit_all(experts: list[Expert]) -> list[Fit | None]:
         torch.cat([rows_EOH.new_zeros(each.kept) if bias is None else bias for bias in each.biases])
         for each in experts
     ]
-    down_EHN = torch.stack([each.down_HN for each in experts])
-    sides = [problem(experts, held) for held in (False, True)]
-    found = refit_experts(rows_EOH, torch.stack(biases), down_EHN, *sides, experts[0].act)
+    weights = Weights(rows_EOH, torch.stack(biases), torch.stack([each.down_HN for each in experts]))
+    sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
+    inverse = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
+    found = refit_experts(weights, inverse, *sides, act)
     return [
         Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
         for rows_OH, down_HN, better in zip(found.rows_EOH, found.down_EHN, found.better_E.tolist(), strict=True)
@@ -257,15 +267,17 @@ def linearised(expert: Expert):
     return weighted, rows_OH, weight_M1 * expert.target_MH[side_M] - weighted(rows_OH)
 
 
-def step(expert: Expert) -> Tensor:
+def step(expert: Expert, preconditioned: bool = True) -> Tensor:
     bias_O = torch.cat(
         [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
     )
-    rows = refit._Rows.of(problem([expert], held=False), torch.float64)
-    changes = refit._gauss_newton_steps(
-        rows, torch.cat(expert.rows)[None], bias_O[None], expert.down_HN[None], expert.act
-    )
-    return changes[-1][0] if changes else torch.zeros_like(torch.cat(expert.rows))
+    rows_OH, side = torch.cat(expert.rows), problem([expert], held=False)
+    weights = Weights(rows_OH[None], bias_O[None], expert.down_HN[None])
+    inverse = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
+    if preconditioned:
+        inverse = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
+    changes = refit._gauss_newton_steps(refit._Rows.of(side, torch.float64), weights, inverse, expert.act)
+    return changes[-1][0] if changes else torch.zeros_like(rows_OH)
 
 
 KINDS = pytest.mark.parametrize(
@@ -317,14 +329,24 @@ def test_inputs_of_unequal_size_need_no_more_steps(monkeypatch: pytest.MonkeyPat
     weighted, rows_OH, left_MH = linearised(expert)
     monkeypatch.setattr(refit, "DAMPING", 0.0)
 
-    def error() -> float:
-        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert))
+    def error(preconditioned: bool) -> float:
+        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert, preconditioned))
         return float((left_MH - change_MH).square().sum())
 
-    with_factors = error()
-    monkeypatch.setattr(refit, "_inverse_factor", lambda each, _: torch.eye(each.shape[-1], dtype=each.dtype)[None])
+    with_factors = error(preconditioned=True)
     monkeypatch.setattr(refit, "STEPS", 2 * refit.STEPS)
-    assert with_factors < error()
+    assert with_factors < error(preconditioned=False)
+
+
+def test_matrices_of_several_calls_are_factorized_together():
+    """And one that has no inverse leaves the directions of its expert as they are."""
+    parts = [
+        Factors(*(4.0 * torch.eye(size, dtype=torch.float64)[None] for size in (3, 2))),
+        Factors(torch.full((1, 3, 3), torch.nan, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)[None]),
+    ]
+    for found, size in zip(inverse_factors(parts), (3, 2), strict=True):
+        identity = torch.eye(size, dtype=torch.float64)
+        torch.testing.assert_close(found, torch.stack([0.5 * identity, identity]))
 
 
 @KINDS
