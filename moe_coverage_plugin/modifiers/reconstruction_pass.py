@@ -237,8 +237,8 @@ def _refits(
     )
     refits = []
     for part, each in zip(parts, weights, strict=True):
-        sides = [_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most)]
-        refits.append(refit_experts(each, Factors(*(factor[part] for factor in inverse)), *sides, act))
+        fitted, held = (_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most))
+        refits.append(refit_experts(each, Factors(*(factor[part] for factor in inverse)), fitted, held, act))
     return refits
 
 
