@@ -18,14 +18,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def launch_options(device: torch.device, useful: bool = True) -> dict[str, bool]:
+def launch_options(device: torch.device, early: bool = True) -> dict[str, bool]:
     """Arguments of a launch: ``PDL``, which all kernels have, and Triton's own option.
 
     Args:
         device: of the kernel.
-        useful: whether programs should start early.
+        early: whether programs may start early.
     """
-    used = useful and is_available(device)
+    used = early and is_available(device)
     return {"PDL": used, "launch_pdl": used}
 
 

@@ -19,14 +19,6 @@ from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 SUM_BLOCK = 1024
 """Channels that one program of ``sum_kernel`` sums."""
 
-FEWEST_PROGRAMS_EARLY = 1024
-"""Programs of ``down_kernel`` from which on they may start while ``gate_up_kernel`` ends.
-
-Fewer do not fill a card, and are spread over it evenly only if it is idle. For the same reason, kernels that decode
-with 4-bit weights do not start early. Measured on an H200: with 128 programs of Mixtral's size, it takes half as long
-again.
-"""
-
 WORKSPACE_BYTES = 2**31
 """Most bytes of intermediate results; more tokens than fit are computed in equal parts, one after another.
 
@@ -139,7 +131,7 @@ def _compute(
     """Write ``y_TH`` for some tokens; other arguments as for ``ragged_experts``, contiguous."""
     num_pairs = topk_ids_TK.numel()
     h_MN = x_TH.new_empty(num_pairs, h_stride(weights))
-    call = _LayerCall(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input)
+    call = _LayerCall(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input, plan.early)
     if plan.path == "decode":
         call.gate_up(x_TH, h_MN, topk_ids_TK, None, plan.block_m, plan.gate_up)
         call.down_decode(h_MN, y_TH, plan.down)
@@ -169,10 +161,11 @@ class _LayerCall:
         topk_ids_TK: Tensor,
         activation: str,
         weight_on_input: bool,
+        early: bool,
     ) -> None:
         self.weights, self.topk_weights_TK, self.topk_ids_TK = weights, topk_weights_TK, topk_ids_TK
         self.top_k, self.num_pairs = topk_ids_TK.shape[1], topk_ids_TK.numel()
-        self.activation, self.weight_on_input = activation, weight_on_input
+        self.activation, self.weight_on_input, self.early = activation, weight_on_input, early
 
     def gate_up(
         self, x_TH: Tensor, h_MN: Tensor, experts: Tensor, sorted_pairs: Tensor | None, block_m: int, tiles: Tiles
@@ -195,7 +188,7 @@ class _LayerCall:
             EVEN_K=weights.hidden % tiles.block_k == 0,
             **self._constants_of_tiles(block_m, tiles),
             **self._constants(x_TH, tiles),
-            **launch_options(x_TH.device, sorted_pairs is not None or weights.bits != 4),
+            **launch_options(x_TH.device, self.early),
         )
 
     def down(self, h_MN: Tensor, z_MH: Tensor, routing: Routing, block_m: int, tiles: Tiles) -> None:
@@ -204,8 +197,7 @@ class _LayerCall:
         num_tiles_m = routing.expert_of_tile.numel()
         num_tiles_n = triton.cdiv(weights.hidden, tiles.block_n)
         h_MN, h_scale_M = self._quantize_h(h_MN)
-        programs = num_tiles_m * num_tiles_n
-        down_kernel[(programs,)](
+        down_kernel[(num_tiles_m * num_tiles_n,)](
             *(h_MN, h_scale_M, tensors.w2, tensors.w2_scale, tensors.w2_zero_point, tensors.w2_bias),
             *(weights.table_E4, routing.expert_of_tile, routing.sorted_pairs, self.topk_weights_TK, z_MH),
             *(self.num_pairs, num_tiles_m, weights.hidden, num_tiles_n, h_MN.stride(0)),
@@ -213,7 +205,7 @@ class _LayerCall:
             EVEN_K=weights.unit % tiles.block_k == 0,
             **self._constants_of_tiles(block_m, tiles),
             **self._constants(h_MN, tiles),
-            **launch_options(h_MN.device, programs >= FEWEST_PROGRAMS_EARLY),
+            **launch_options(h_MN.device, self.early),
         )
 
     def sum(self, z_MH: Tensor, y_TH: Tensor) -> None:
@@ -244,7 +236,7 @@ class _LayerCall:
             NUM_EXPERTS=weights.experts,
             NUM_STAGES=tiles.num_stages,
             **self._constants(h_MN, tiles),
-            **launch_options(h_MN.device, weights.bits != 4),
+            **launch_options(h_MN.device, self.early),
         )
 
     def _quantize_h(self, h_MN: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -47,6 +47,8 @@ class LaunchPlan:
         down: tile sizes of the down projection; ``decode`` uses neither its ``group_m`` nor its ``swap_ab``.
         block_m: pairs per tile, 8 or more; with 8, Triton uses ``mma.sync``, which is faster for packed weights.
         float32_z: keep the outputs of pairs in float32 until they are summed. ``decode`` always does.
+        early: programs of both projections may start while the kernel before ends, see ``dependent_launch``. Too few
+            programs to fill a card are spread over it evenly only if it is idle.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class LaunchPlan:
     down: Tiles
     block_m: int = 16
     float32_z: bool = False
+    early: bool = True
 
 
 # All numbers below were measured on an H200 (torch 2.11, Triton 3.6): the plans with 128 experts of 640 channels on
@@ -67,7 +70,7 @@ _DECODE_FLOAT8 = (
     (8, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(8, 256, 4, 3))),
     (32, LaunchPlan("decode", Tiles(32, 128, 4, 6), Tiles(16, 128, 4, 3))),
 )
-_DECODE_PACKED = ((16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3))),)
+_DECODE_PACKED = ((16, LaunchPlan("decode", Tiles(32, 256, 4, 3), Tiles(8, 256, 4, 3), early=False)),)
 _MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
 """Weights of ``w2`` up to which pairs are decoded, by bits: fewer launches, but weights are read more slowly."""
 
@@ -94,7 +97,7 @@ _PLAIN = (
         ),
     ),
 )
-_PACKED_FEW_PROGRAMS = ((10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(64, 256, 4, 3))),)
+_PACKED_FEW_PROGRAMS = ((10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(64, 256, 4, 3), early=False)),)
 _PACKED = (
     (1.5, LaunchPlan("tiled", Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
     (6, LaunchPlan("tiled", Tiles(128, 64, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
@@ -123,8 +126,8 @@ _Table = tuple[tuple[float, LaunchPlan], ...]
 
 
 def _with_down(table: _Table, down: Tiles) -> _Table:
-    """The same plans with other tiles of ``down``."""
-    return tuple((limit, replace(plan, down=down)) for limit, plan in table)
+    """The same plans with other tiles of ``down``, for few programs."""
+    return tuple((limit, replace(plan, down=down, early=False)) for limit, plan in table)
 
 
 # The last plan of 16 bits needs large shared memory; without it, the plan before is used for its pairs, too.
