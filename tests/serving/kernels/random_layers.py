@@ -23,6 +23,7 @@ PLANS = {
     "decode": LaunchPlan("decode", Tiles(64, 64), Tiles(64, 64, num_stages=1)),
     "decode-wide": LaunchPlan("decode", Tiles(64, 32), Tiles(16, 128)),
     "tiled-swap": LaunchPlan("tiled", Tiles(64, 32, group_m=2), Tiles(128, 32), block_m=16),
+    "tiled-narrow": LaunchPlan("tiled", Tiles(32, 32), Tiles(64, 64), block_m=8),
     "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group_m=3), block_m=32),
     "tiled": LaunchPlan(
         "tiled", Tiles(64, 64, group_m=2, swap_ab=False), Tiles(64, 64, swap_ab=False), block_m=32, float32_z=True
@@ -30,6 +31,7 @@ PLANS = {
 }
 DECODE = PLANS["decode"]
 TILED = PLANS["tiled-swap"]
+NARROW = PLANS["tiled-narrow"]
 
 UNALIGNED = [40, 0, 200, 33, 1]
 """Widths without a common divisor, including a removed expert and one of a single channel."""

@@ -9,7 +9,7 @@ from moe_coverage_plugin.serving.kernels import routing
 from moe_coverage_plugin.serving.kernels.launch import ragged_experts
 from moe_coverage_plugin.serving.kernels.tiles import LaunchPlan, all_plans
 from moe_coverage_plugin.serving.ragged_moe import ACTIVATIONS
-from tests.serving.kernels.random_layers import DECODE, PLANS, SCHEMES, TILED, TOP_K, RandomLayer, error
+from tests.serving.kernels.random_layers import DECODE, NARROW, PLANS, SCHEMES, TILED, TOP_K, RandomLayer, error
 from tests.serving.random_experts import RaggedExperts
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_all_slots_have_the_same_expert(device: torch.device, plan: LaunchPlan) 
     assert error(found, layer.reference(x_TH, weights_TK, ids_TK)) < layer.bound
 
 
-@both_paths
+@pytest.mark.parametrize("plan", [DECODE, TILED, NARROW], ids=["decode", "tiled", "narrow"])
 @pytest.mark.parametrize("scheme", ["plain", "group-32-zeros", "channel-zeros"])
 def test_outputs_of_ranks_sum_to_the_output(device: torch.device, scheme: str, plan: LaunchPlan) -> None:
     # an expert of a single unit is on one of two ranks, but the other rank may have to add the expert's bias
@@ -234,7 +234,7 @@ def test_no_tokens(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [17, 33])
-@pytest.mark.parametrize("plan", ["tiled-swap", "tiled"])
+@pytest.mark.parametrize("plan", ["tiled-swap", "tiled", "tiled-narrow"])
 def test_several_tiles_of_an_expert(device: torch.device, tokens: int, plan: str) -> None:
     layer = RandomLayer(device)
     inputs = layer.inputs(tokens)
