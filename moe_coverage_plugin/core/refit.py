@@ -157,17 +157,20 @@ def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Fact
 
 
 @torch.no_grad()
-def inverse_factors(parts: Sequence[Factors]) -> Factors:
-    """``U`` of the experts of all parts together; the identity for a matrix that has no inverse.
+def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
+    """``U`` for each of several calls of :func:`curvature_factors`; the identity for a matrix that has no inverse.
 
-    In full precision, because rounding could make matrices indefinite.
+    All matrices are factorized together, in full precision, because rounding could make them indefinite. The memory of
+    a single part is used.
     """
-    found = []
-    for matrices in zip(*parts, strict=True):
-        factor_EAA, solved_E = inverse_factor(torch.cat(matrices))
+    if not parts:
+        return []
+    inverses = []
+    for matrices in ([each.left_EOO for each in parts], [each.right_EHH for each in parts]):
+        factor_EAA, solved_E = inverse_factor(torch.cat(matrices) if len(matrices) > 1 else matrices[0])
         identity_AA = torch.eye(factor_EAA.shape[-1], dtype=factor_EAA.dtype, device=factor_EAA.device)
-        found.append(factor_EAA.where(solved_E[:, None, None], identity_AA))
-    return Factors(*found)
+        inverses.append(factor_EAA.where(solved_E[:, None, None], identity_AA).split([len(each) for each in matrices]))
+    return [Factors(*each) for each in zip(*inverses, strict=True)]
 
 
 @torch.no_grad()

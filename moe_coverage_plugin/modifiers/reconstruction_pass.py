@@ -21,6 +21,7 @@ from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
 from moe_coverage_plugin.core.refit import (
+    FEWEST_TOKENS,
     Factors,
     Problem,
     Refit,
@@ -228,17 +229,21 @@ def _refits(
     most = refit_tokens(inputs.x_TH.shape[1], projections(layer.mlps[experts[0]])["down_proj"].in_features)
     parts = _parts(experts, REFITTED)
     weights = [_kept_weights(layer, experts[part], kept_EN[part], down_EHN[part]) for part in parts]
-    # tokens are found once more below: those of all these experts take more memory than their matrices
-    inverse = inverse_factors(
-        [
-            curvature_factors(each, inputs.sample(experts[part], most)[0], act)
-            for part, each in zip(parts, weights, strict=True)
-        ]
-    )
+    factors: dict[int, Factors] = {}
+    for number, part in enumerate(parts):
+        fitted, held = inputs.sample(experts[part], most)
+        # otherwise no expert of the part has enough
+        if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) >= FEWEST_TOKENS:
+            factors[number] = curvature_factors(weights[number], fitted, act)
+    inverses = dict(zip(factors, inverse_factors(list(factors.values())), strict=True))
     refits = []
-    for part, each in zip(parts, weights, strict=True):
+    for number, (part, each) in enumerate(zip(parts, weights, strict=True)):
+        if number not in inverses:
+            refits.append(Refit(each.rows_EOH, each.down_EHN, each.down_EHN.new_zeros(len(each.down_EHN)).bool()))
+            continue
+        # found once more: the tokens of all these experts take more memory than their matrices
         fitted, held = (_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most))
-        refits.append(refit_experts(each, Factors(*(factor[part] for factor in inverse)), fitted, held, act))
+        refits.append(refit_experts(each, inverses[number], fitted, held, act))
     return refits
 
 

@@ -106,7 +106,7 @@ def refit_all(experts: list[Expert]) -> list[Fit | None]:
     ]
     weights = Weights(rows_EOH, torch.stack(biases), torch.stack([each.down_HN for each in experts]))
     sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
-    inverse = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
+    (inverse,) = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
     found = refit_experts(weights, inverse, *sides, act)
     return [
         Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
@@ -275,7 +275,7 @@ def step(expert: Expert, preconditioned: bool = True) -> Tensor:
     weights = Weights(rows_OH[None], bias_O[None], expert.down_HN[None])
     inverse = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
     if preconditioned:
-        inverse = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
+        (inverse,) = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
     changes = refit._gauss_newton_steps(refit._Rows.of(side, torch.float64), weights, inverse, expert.act)
     return changes[-1][0] if changes else torch.zeros_like(rows_OH)
 
@@ -344,9 +344,9 @@ def test_matrices_of_several_calls_are_factorized_together():
         Factors(*(4.0 * torch.eye(size, dtype=torch.float64)[None] for size in (3, 2))),
         Factors(torch.full((1, 3, 3), torch.nan, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)[None]),
     ]
-    for found, size in zip(inverse_factors(parts), (3, 2), strict=True):
-        identity = torch.eye(size, dtype=torch.float64)
-        torch.testing.assert_close(found, torch.stack([0.5 * identity, identity]))
+    for factor, inverse in zip((0.5, 1.0), inverse_factors(parts), strict=True):
+        for matrix_1AA, size in zip(inverse, (3, 2), strict=True):
+            torch.testing.assert_close(matrix_1AA, factor * torch.eye(size, dtype=torch.float64)[None])
 
 
 @KINDS
