@@ -222,6 +222,7 @@ def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act:
     linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
     residual_EOH = linear.backward((target_EMH - a_EMN @ weights.down_EHN.mT) @ weights.down_EHN)
     del a_EMN
+    damping_E11 = DAMPING * linear.mean_diagonal()
 
     def precondition(values_EOH: Tensor) -> Tensor:
         left_EOO, right_EHH = inverse
@@ -234,7 +235,7 @@ def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act:
     square_E11 = inner(residual_EOH, direction_EOH)
     changes, going_E11 = [torch.zeros_like(residual_EOH)], torch.ones_like(square_E11, dtype=torch.bool)
     for _ in range(STEPS):
-        product_EOH = linear.normal(direction_EOH)
+        product_EOH = linear.normal(direction_EOH) + damping_E11 * direction_EOH
         curvature_E11 = inner(direction_EOH, product_EOH)
         # an expert that arrived, or underflows, stays where it is
         going_E11 = going_E11 & (curvature_E11 > 0)
@@ -255,14 +256,12 @@ class _Linear(NamedTuple):
         squared_EM1: squared routing weights.
         slope_EMO: derivatives of the activation.
         outputs_ENN: ``W'^T W'``, which is all that ``J^T J`` needs of the columns.
-        mean_diagonal_E11: of ``J^T J``.
     """
 
     x_EMH: Tensor
     squared_EM1: Tensor
     slope_EMO: Tensor
     outputs_ENN: Tensor
-    mean_diagonal_E11: Tensor
 
     @property
     def parts(self) -> int:
@@ -275,28 +274,31 @@ class _Linear(NamedTuple):
         return gradient_EMUN.flatten(2).mT @ self.x_EMH
 
     def normal(self, change_EOH: Tensor) -> Tensor:
-        """``(J^T J + mu I)`` times a change of the rows."""
+        """``J^T J`` times a change of the rows."""
         change_EMN = (self.slope_EMO * (self.x_EMH @ change_EOH.mT)).unflatten(2, (self.parts, -1)).sum(2)
-        return self.backward(change_EMN @ self.outputs_ENN) + DAMPING * self.mean_diagonal_E11 * change_EOH
+        return self.backward(change_EMN @ self.outputs_ENN)
+
+    def squares(self) -> Tensor:
+        """Mean squares ``[E, M, 1]`` of the weighted inputs."""
+        return self.squared_EM1 * self.x_EMH.square().mean(-1, keepdim=True)
+
+    def mean_diagonal(self) -> Tensor:
+        """``[E, 1, 1]``, of ``J^T J``."""
+        norms_EO = self.outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, self.parts)
+        return ((self.squares() * self.slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
 
     def factors(self) -> Factors:
         """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
-        weighted_EMH = self.squared_EM1 * self.x_EMH
-        squares_EM1 = (weighted_EMH * self.x_EMH).mean(-1, keepdim=True)
-        slopes_EOO = (squares_EM1 * self.slope_EMO).mT @ self.slope_EMO
+        slopes_EOO = (self.squares() * self.slope_EMO).mT @ self.slope_EMO
         outputs_EOO = self.outputs_ENN.repeat(1, self.parts, self.parts)
-        return Factors(slopes_EOO * outputs_EOO, weighted_EMH.mT @ self.x_EMH)
+        return Factors(slopes_EOO * outputs_EOO, (self.squared_EM1 * self.x_EMH).mT @ self.x_EMH)
 
 
 def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activation) -> tuple[_Linear, Tensor]:
     """The linear functions at these weights, and the activations ``[E, M, N]``."""
     rows_EOH, bias_EO, columns_EHN = weights
     a_EMN, slope_EMO = _slopes(act, torch.baddbmm(bias_EO[:, None], x_EMH, rows_EOH.mT))
-    squared_EM1, outputs_ENN = weight_EM1.square(), columns_EHN.mT @ columns_EHN
-    norms_EO = outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, slope_EMO.shape[2] // outputs_ENN.shape[1])
-    squares_EM1 = squared_EM1 * x_EMH.square().mean(-1, keepdim=True)
-    mean_diagonal_E11 = ((squares_EM1 * slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
-    return _Linear(x_EMH, squared_EM1, slope_EMO, outputs_ENN, mean_diagonal_E11), a_EMN
+    return _Linear(x_EMH, weight_EM1.square(), slope_EMO, columns_EHN.mT @ columns_EHN), a_EMN
 
 
 @torch.enable_grad()

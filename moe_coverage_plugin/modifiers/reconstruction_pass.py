@@ -33,7 +33,7 @@ from moe_coverage_plugin.core.refit import (
 )
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, find_moe_layers, projections
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, find_moe_layers, projections
 from moe_coverage_plugin.modeling.router_mask import mask_router
 from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, prune_layer, remove_expert
 from moe_coverage_plugin.modifiers.kept_layers import KeptLayers, restore
@@ -203,8 +203,8 @@ def _chunks(experts: list[int], kept_E: list[Tensor], most: int) -> Iterator[lis
 
     for _, group in groupby(sorted(experts, key=width), width):
         same = list(group)
-        for first in range(0, len(same), most):
-            yield same[first : first + most]
+        for part in _parts(same, most):
+            yield same[part]
 
 
 def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
@@ -226,7 +226,7 @@ def _refits(
 ) -> list[Refit]:
     """Weights of all projections of experts of one width, by :data:`REFITTED` of them."""
     act = ExpertFunction(layer, experts[0]).act
-    most = refit_tokens(inputs.x_TH.shape[1], projections(layer.mlps[experts[0]])["down_proj"].in_features)
+    most = refit_tokens(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]))
     parts = _parts(experts, REFITTED)
     weights = [_kept_weights(layer, experts[part], kept_EN[part], down_EHN[part]) for part in parts]
     factors: dict[int, Factors] = {}

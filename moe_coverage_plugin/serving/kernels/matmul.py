@@ -7,10 +7,10 @@ from moe_coverage_plugin.serving.kernels.arithmetic import expand_o, init_accumu
 from moe_coverage_plugin.serving.kernels.int4 import apply_scale, subtract_zero_point
 from moe_coverage_plugin.serving.kernels.packed_weights import (
     feature_order,
+    load_group_scales,
     load_packed,
     load_row_scales,
     load_scales,
-    load_step_scale,
     packed_ptrs,
     unpack_step,
 )
@@ -68,7 +68,7 @@ def matmul_tile(
         feature_A = feature_order(BLOCK_K, NARROW)
         w_ptrs = packed_ptrs(w_ptr, first_row, num_rows, in_features, BLOCK_N, BLOCK_K)
         if SCALE_SUMS:
-            next_scale_O = load_step_scale(scale_ptr, first_row, num_rows, 0, in_features, GROUP_SIZE, BLOCK_N)
+            next_scale_O = load_group_scales(scale_ptr, first_row, num_rows, 0, in_features > 0, GROUP_SIZE, BLOCK_N)
         # a packed row holds 4 bytes per input feature
         for byte in range(0, 4 * in_features, 4 * BLOCK_K):
             k = byte // 4
@@ -83,8 +83,9 @@ def matmul_tile(
             if SCALE_SUMS:
                 # loaded one step ahead, because Triton pipelines only loads that feed a dot product
                 scale_O = next_scale_O
-                next_scale_O = load_step_scale(
-                    scale_ptr, first_row, num_rows, k + BLOCK_K, in_features, GROUP_SIZE, BLOCK_N
+                next_k = k + BLOCK_K
+                next_scale_O = load_group_scales(
+                    scale_ptr, first_row, num_rows, next_k, next_k < in_features, GROUP_SIZE, BLOCK_N
                 )
                 part = mma(x, w, init_accumulator(BLOCK_M, BLOCK_N, SWAP_AB), SWAP_AB)
                 acc += part * expand_o(scale_O.to(tl.float32), SWAP_AB)

@@ -87,7 +87,7 @@ def load_scales(
         scale_O = load_row_scales(scale_ptr, first_row, num_rows, True, BLOCK_N)
         return tl.broadcast_to(scale_O[:, None], (BLOCK_N, BLOCK_K))
     elif GROUP_SIZE % BLOCK_K == 0:
-        scale_O = load_row_scales(scale_ptr + k // GROUP_SIZE * num_rows, first_row, num_rows, True, BLOCK_N)
+        scale_O = load_group_scales(scale_ptr, first_row, num_rows, k, True, GROUP_SIZE, BLOCK_N)
         return tl.broadcast_to(scale_O[:, None], (BLOCK_N, BLOCK_K))
     else:
         CHUNKS: tl.constexpr = BLOCK_K // 32
@@ -103,9 +103,9 @@ def load_scales(
 
 
 @triton.jit
-def load_step_scale(scale_ptr, first_row, num_rows, k, in_features, GROUP_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the scales ``[BLOCK_N]`` of input feature ``k``; zero beyond the last feature."""
-    return load_row_scales(scale_ptr + k // GROUP_SIZE * num_rows, first_row, num_rows, k < in_features, BLOCK_N)
+def load_group_scales(scale_ptr, first_row, num_rows, k, exist, GROUP_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the scales ``[BLOCK_N]`` of the quantization group of input feature ``k``, see ``load_row_scales``."""
+    return load_row_scales(scale_ptr + k // GROUP_SIZE * num_rows, first_row, num_rows, exist, BLOCK_N)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ _MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
 
 # Plans by the number of pairs per expert up to which they are chosen.
 _PLAIN = (
-    (10, LaunchPlan("tiled", Tiles(32, 128, 4, 4), Tiles(128, 128, 4, 3), block_m=16)),
+    (10, LaunchPlan("tiled", Tiles(64, 128, 8, 3), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 4), Tiles(256, 64, 4, 3), block_m=32)),
     (
         48,
@@ -97,7 +97,6 @@ _PLAIN = (
         ),
     ),
 )
-_PACKED_FEW_PROGRAMS = ((10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(64, 256, 4, 3), early=False)),)
 _PACKED = (
     (1.5, LaunchPlan("tiled", Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
     (6, LaunchPlan("tiled", Tiles(128, 64, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
@@ -138,7 +137,7 @@ _PLAIN_SMALL_SHARED_MEMORY = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
 _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
     16: (_DECODE_PLAIN, _with_down(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
     8: (_DECODE_FLOAT8, _with_down(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
-    4: (_DECODE_PACKED, _PACKED_FEW_PROGRAMS, _PACKED),
+    4: (_DECODE_PACKED, _with_down(_PACKED[2:3], Tiles(64, 256, 4, 3)), _PACKED),
 }
 
 
