@@ -15,6 +15,7 @@ from moe_coverage_plugin.core.attribution import segment_sums
 from moe_coverage_plugin.core.gradients import (
     NllSums,
     activation_gradient_terms,
+    active_rows,
     finalize_gradient_scores,
     fisher_terms,
     gradient_terms,
@@ -78,7 +79,7 @@ class GradientObserver:
         trace.a_MI.register_hook(partial(self._on_activation_grad, lengths_E, trace.a_MI.detach()))
         if self.metric == "obs":
             routing = replace(trace.routing, routing_weights_M=trace.routing.routing_weights_M.detach())
-            trace.z_MH.register_hook(partial(self._on_output_moments, routing))
+            trace.z_MH.register_hook(partial(self._on_output_moments, routing, active_rows(trace.a_MI)))
         for name, value_MI in (("gate_proj", trace.gate_MI), ("up_proj", trace.up_MI)):
             if name in self._projections and value_MI is not None:
                 known = (trace.x_MH.detach(), value_MI.detach())
@@ -105,7 +106,8 @@ class GradientObserver:
             case "activation_gradient":
                 self._batch["down_proj"] = segment_sums(activation_gradient_terms(products_MI), lengths_E)
             case "obs":
-                self._add_terms(gradient_terms(grad_MI), lengths_E)
+                inactive_M1 = ~active_rows(a_MI)[:, None]
+                self._add_terms(gradient_terms(grad_MI).masked_fill_(inactive_M1, 0), lengths_E)
             case "gradient":
                 self._batch["down_proj"] = segment_sums(gradient_terms(grad_MI), lengths_E)
             case "snip":
@@ -118,17 +120,19 @@ class GradientObserver:
         self._batch["down_proj"] = segment_sums(terms_MI, lengths_E)
         self._batch["squares_EI"] = segment_sums(terms_MI.square(), lengths_E)
 
-    def _on_output_moments(self, routing: Routing, grad_MH: Tensor) -> None:
-        """Add the second moments of the gradients at the experts' outputs.
+    def _on_output_moments(self, routing: Routing, active_M: Tensor, grad_MH: Tensor) -> None:
+        """Add the second moments of the gradients at the outputs of active experts.
 
         The gradients of a token's experts are one vector times their routing weights, so one row per token is enough.
         """
-        weights_M = routing.routing_weights_M
+        weights_M = routing.routing_weights_M.masked_fill(~active_M, 0)
         tokens = len(weights_M) // self.layer.top_k
         norm_T = routing.over_slots(weights_M.square(), tokens).sqrt()
         unit_M = weights_M / norm_T.clamp(min=torch.finfo(weights_M.dtype).tiny)[routing.tokens_M]
         output_HH = self.sums["output_HH"]
-        grad_TH = routing.over_slots((grad_MH * unit_M[:, None]).to(output_HH.dtype), tokens)
+        # not by the factor of zero alone, which leaves an infinite gradient NaN
+        unit_MH = (grad_MH * unit_M[:, None]).masked_fill_(~active_M[:, None], 0)
+        grad_TH = routing.over_slots(unit_MH.to(output_HH.dtype), tokens)
         # gradients in 16 bits were rounded more than their sums over slots are in TF32
         with tf32_products(grad_MH.dtype in SIXTEEN_BITS):
             output_HH.addmm_(grad_TH.T, grad_TH)

@@ -62,6 +62,17 @@ def gradient_terms(grad_MI: Tensor) -> Tensor:
     return _wide(grad_MI).square()
 
 
+def active_rows(a_MI: Tensor) -> Tensor:
+    """Rows with an activation other than zero, bool ``[M]``; ``obs`` leaves out the gradients of all others.
+
+    No channel contributes to the output of an inactive row, so the removal of none changes it. Its gradients can still
+    be larger than those of all other tokens together: in a model without biases, a hidden state of zeros (the
+    embedding of a padding token, at the beginning of a window) stays zero, and each RMSNorm of it multiplies gradients
+    by ``1 / sqrt(eps)``.
+    """
+    return a_MI.detach().any(-1)
+
+
 def snip_scores(weight_OI: Tensor, input_MI: Tensor, grad_MO: Tensor, channel_dim: int) -> Tensor:
     """``sum |W * dNLL/dW|`` of one expert over the weights of each channel, in one batch, float64.
 

@@ -23,6 +23,8 @@ columns ``w_j`` into ``w_j - w_c t_j``, hence
 The score of a channel is its cost at its removal, and at least the score of the channel removed before it. The order
 of scores is therefore the order of removal, and any planner keeps the channels that this algorithm would keep.
 
+Tokens whose activations are all zero are left out of ``D``: their residual is zero, so ``d`` is not independent of it.
+
 ``G`` is collected layer by layer, ``D`` is estimated from sums that are small (:func:`pooled_curvature`).
 
 ``d`` already contains the routing weight, so ``g^2`` in ``G`` counts it a second time: scores are the rise of the loss

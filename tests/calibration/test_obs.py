@@ -49,11 +49,12 @@ def reference(model: Any, batches: list[dict[str, Tensor]]) -> list[dict[str, Te
         real_T = batch["attention_mask"].flatten().bool()
         for index, expert, token_M, routing_weight_M, a_MI, added_MI, added_MH in seen:
             sums = sums_L[index]
+            sums["tokens_E"][expert] += real_T[token_M].sum()
             for row, token in enumerate(token_M.tolist()):
-                if real_T[token]:
+                # of a token without activations, no channel can be missed
+                if real_T[token] and a_MI[row].any():
                     weighted_I = routing_weight_M[row] * a_MI[row]
                     sums["gram_EII"][expert] += torch.outer(weighted_I, weighted_I)
-                    sums["tokens_E"][expert] += 1
                     sums["squares_EI"][expert] += added_MI.grad[row].square()
                     sums["output_HH"] += torch.outer(added_MH.grad[row], added_MH.grad[row])
     return sums_L
@@ -129,6 +130,29 @@ def test_scores_of_a_run_equal_those_of_autograd(family, all_experts: bool):
     fisher = observe(family, dataset, {"channel_metric": "fisher"}, **run)
     for name in ("nll_signed_LE", "nll_absolute_LE", "nll_squared_LE", "first_order_LE", "tokens_LE"):
         assert torch.equal(getattr(scores, name), getattr(fisher, name))
+
+
+def test_a_hidden_state_of_zeros_does_not_decide_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It stays zero in a model without biases, and each RMSNorm multiplies its gradients by 1,000."""
+    source = save_float64(tmp_path / "model", "qwen3_moe")
+    batches = batches_of(token_batches(samples=2, length=20), 1)
+    batches[0]["input_ids"][0, 0] = 0
+
+    def opened() -> Any:
+        model = open_stock(source, linear=True)
+        model.get_input_embeddings().weight.data[0] = 0
+        return model
+
+    expected_L = reference(opened(), batches)
+    _, gradients = observed(opened(), batches)
+    for gradient, expected in zip(gradients, expected_L, strict=True):
+        torch.testing.assert_close(gradient.sums["gradient_UEI"][0], expected["squares_EI"], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(gradient.sums["output_HH"], expected["output_HH"], rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr("moe_coverage_plugin.calibration.gradients.active_rows", lambda a_MI: a_MI[:, 0] == a_MI[:, 0])
+    _, unfiltered = observed(opened(), batches)
+    for gradient, expected in zip(unfiltered, expected_L, strict=True):
+        assert gradient.sums["gradient_UEI"].max() > 1e3 * expected["squares_EI"].max()
+        assert gradient.sums["output_HH"].trace() > 1e3 * expected["output_HH"].trace()
 
 
 def test_batches_without_a_target_add_no_gradients(family):
