@@ -59,7 +59,8 @@ class LaunchPlan:
     early: bool = True
 
 
-# All numbers below were measured on an H200 (torch 2.11, Triton 3.6): the plans with 128 experts of 640 channels on
+# All numbers below were measured on an H200 (torch 2.11, Triton 3.6; the first plans of 16 and of 4 bits with torch
+# 2.13, Triton 3.7): the plans with 128 experts of 640 channels on
 # average in multiples of 128, hidden size 2048, 8 experts per token and quantization groups of 128; the limits for
 # large and for few experts also with 8 experts of 11904 and of 5888 channels and 128 of 1280 at hidden size 4096, and
 # with 256 experts of 1664 channels at hidden size 7168.
@@ -76,6 +77,7 @@ _MAX_DECODED_WEIGHTS = {16: 110_000_000, 8: 110_000_000, 4: 55_000_000}
 
 # Plans by the number of pairs per expert up to which they are chosen.
 _PLAIN = (
+    (5, LaunchPlan("tiled", Tiles(32, 128, 4, 4), Tiles(128, 128, 4, 3), block_m=16)),
     (10, LaunchPlan("tiled", Tiles(64, 128, 8, 3), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(64, 64, 4, 4), Tiles(256, 64, 4, 3), block_m=32)),
     (
@@ -98,6 +100,9 @@ _PLAIN = (
     ),
 )
 _PACKED = (
+    # a few tokens of experts too large to be decoded
+    (0.05, LaunchPlan("tiled", Tiles(32, 128, 4, 4), Tiles(128, 128, 4, 3), block_m=8, early=False)),
+    (0.15, LaunchPlan("tiled", Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3), block_m=8, early=False)),
     (1.5, LaunchPlan("tiled", Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
     (6, LaunchPlan("tiled", Tiles(128, 64, 4, 3), Tiles(128, 128, 4, 3), block_m=8)),
     (10, LaunchPlan("tiled", Tiles(64, 128, 4, 4), Tiles(128, 64, 4, 5), block_m=16)),
@@ -135,9 +140,9 @@ _PLAIN_SMALL_SHARED_MEMORY = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
 # By bits of weights: tables for decoding, for few programs (narrower tiles make more of them, with longer steps), and
 # for all other cases.
 _TABLES: dict[int, tuple[_Table, _Table, _Table]] = {
-    16: (_DECODE_PLAIN, _with_down(_PLAIN[:2], Tiles(64, 128, 4, 4)), _PLAIN),
+    16: (_DECODE_PLAIN, _with_down(_PLAIN[1:3], Tiles(64, 128, 4, 4)), _PLAIN),
     8: (_DECODE_FLOAT8, _with_down(_FLOAT8[:2], Tiles(64, 256, 4, 4)), _FLOAT8),
-    4: (_DECODE_PACKED, _with_down(_PACKED[2:3], Tiles(64, 256, 4, 3)), _PACKED),
+    4: (_DECODE_PACKED, _with_down(_PACKED[4:5], Tiles(64, 256, 4, 3)), _PACKED),
 }
 
 

@@ -40,6 +40,13 @@ def test_a_cpu_has_no_early_launch() -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_few_programs_do_not_start_early(bits: int) -> None:
     """Of eight large experts; many programs do."""
-    experts, hidden, width = 8, 4096, 11904
-    plans = {pairs: choose_plan(pairs, experts, hidden, experts * hidden * width, bits) for pairs in (8, 8192)}
-    assert [plans[8].early, plans[8192].early] == [False, True]
+    assert [starts_early(8, 4096, 11904, pairs, bits) for pairs in (8, 8192)] == [False, True]
+
+
+def test_few_large_packed_experts_do_not_start_early() -> None:
+    """Of DeepSeek-V3 at one token; at eight tokens they do."""
+    assert [starts_early(256, 7168, 1664, pairs, 4) for pairs in (8, 64)] == [False, True]
+
+
+def starts_early(experts: int, hidden: int, width: int, pairs: int, bits: int) -> bool:
+    return choose_plan(pairs, experts, hidden, experts * hidden * width, bits).early
