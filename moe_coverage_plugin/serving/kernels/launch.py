@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_coverage_plugin.serving.kernels.dependent_launch import launch_options
 from moe_coverage_plugin.serving.kernels.down import down_decode_kernel, down_kernel, sum_kernel
 from moe_coverage_plugin.serving.kernels.gate_up import gate_up_kernel
 from moe_coverage_plugin.serving.kernels.quantization import quantize, quantize_channels
-from moe_coverage_plugin.serving.kernels.routing import Routing, route, routing_bytes
+from moe_coverage_plugin.serving.kernels.routing import Routing, next_power_of_2, route, routing_bytes
 from moe_coverage_plugin.serving.kernels.tiles import LARGE_SHARED_MEMORY, LaunchPlan, Tiles, choose_plan
 from moe_coverage_plugin.serving.kernels.weights import KernelWeights
 
@@ -61,7 +60,8 @@ def ragged_experts(
     assert x_TH.shape[1] == weights.hidden
     assert weights.hidden_dtype in (None, x_TH.dtype)
     assert topk_ids_TK.shape == topk_weights_TK.shape
-    if len(x_TH) == 0 or (weights.max_width == 0 and weights.tensors.w2_bias is None):
+    tokens = x_TH.shape[0]
+    if tokens == 0 or (weights.max_width == 0 and weights.tensors.w2_bias is None):
         return torch.zeros_like(x_TH)
     x_TH, topk_weights_TK, topk_ids_TK = x_TH.contiguous(), topk_weights_TK.contiguous(), topk_ids_TK.contiguous()
     num_pairs = topk_ids_TK.numel()
@@ -70,12 +70,12 @@ def ragged_experts(
         plan = choose_plan(num_pairs, *numbers, x_TH.itemsize, shared_memory(x_TH.device))
     y_TH = torch.empty_like(x_TH)
     options = weights, activation, weight_on_input, plan
-    tokens = tokens_per_part(len(x_TH), topk_ids_TK.shape[1], weights, x_TH.itemsize, plan)
-    if tokens >= len(x_TH):
+    per_part = tokens_per_part(tokens, topk_ids_TK.shape[1], weights, x_TH.itemsize, plan)
+    if per_part >= tokens:
         _compute(x_TH, topk_weights_TK, topk_ids_TK, y_TH, *options)
         return y_TH
-    for first in range(0, len(x_TH), tokens):
-        part = slice(first, first + tokens)
+    for first in range(0, tokens, per_part):
+        part = slice(first, first + per_part)
         _compute(x_TH[part], topk_weights_TK[part], topk_ids_TK[part], y_TH[part], *options)
     return y_TH
 
@@ -97,8 +97,8 @@ def tokens_per_part(tokens: int, top_k: int, weights: KernelWeights, itemsize: i
     fitting = WORKSPACE_BYTES // max(1, workspace_bytes(top_k, weights, itemsize, plan))
     if tokens <= fitting:
         return tokens
-    parts = triton.cdiv(tokens, max(1, fitting // PART_ALIGNMENT) * PART_ALIGNMENT)
-    return triton.cdiv(triton.cdiv(tokens, parts), PART_ALIGNMENT) * PART_ALIGNMENT
+    parts = -(-tokens // (max(1, fitting // PART_ALIGNMENT) * PART_ALIGNMENT))
+    return -(-tokens // (parts * PART_ALIGNMENT)) * PART_ALIGNMENT
 
 
 def workspace_bytes(top_k: int, weights: KernelWeights, itemsize: int, plan: LaunchPlan) -> int:
@@ -172,7 +172,7 @@ class _LayerCall:
     ) -> None:
         """Write ``h_MN``. Without ``sorted_pairs``, every pair is a tile and ``experts`` are those of pairs."""
         weights, tensors = self.weights, self.weights.tensors
-        num_tiles_n = triton.cdiv(weights.max_padded_width, tiles.block_n)
+        num_tiles_n = -(-weights.max_padded_width // tiles.block_n)
         if num_tiles_n == 0:
             return
         x_TH, x_scale_T = quantize(x_TH) if weights.bits == 8 else (x_TH, None)
@@ -195,7 +195,7 @@ class _LayerCall:
         """Write ``z_MH``, the weighted outputs of all pairs that have a tile."""
         weights, tensors = self.weights, self.weights.tensors
         num_tiles_m = routing.expert_of_tile.numel()
-        num_tiles_n = triton.cdiv(weights.hidden, tiles.block_n)
+        num_tiles_n = -(-weights.hidden // tiles.block_n)
         h_MN, h_scale_M = self._quantize_h(h_MN)
         down_kernel[(num_tiles_m * num_tiles_n,)](
             *(h_MN, h_scale_M, tensors.w2, tensors.w2_scale, tensors.w2_zero_point, tensors.w2_bias),
@@ -211,8 +211,8 @@ class _LayerCall:
     def sum(self, z_MH: Tensor, y_TH: Tensor) -> None:
         """Write ``y_TH``, the sum over the slots of each token."""
         weights = self.weights
-        block_h = min(SUM_BLOCK, triton.next_power_of_2(weights.hidden))
-        sum_kernel[(len(y_TH), triton.cdiv(weights.hidden, block_h))](
+        block_h = min(SUM_BLOCK, next_power_of_2(weights.hidden))
+        sum_kernel[(len(y_TH), -(-weights.hidden // block_h))](
             *(z_MH, weights.table_E4, self.topk_ids_TK, y_TH, weights.hidden),
             TOP_K=self.top_k,
             NUM_EXPERTS=weights.experts,
@@ -224,7 +224,7 @@ class _LayerCall:
     def down_decode(self, h_MN: Tensor, y_TH: Tensor, tiles: Tiles) -> None:
         """Write ``y_TH`` without routing: projection and sum for one token per program."""
         weights, tensors = self.weights, self.weights.tensors
-        num_tiles_n = triton.cdiv(weights.hidden, tiles.block_n)
+        num_tiles_n = -(-weights.hidden // tiles.block_n)
         h_MN, h_scale_M = self._quantize_h(h_MN)
         down_decode_kernel[(len(y_TH) * num_tiles_n,)](
             *(h_MN, h_scale_M, tensors.w2, tensors.w2_scale, tensors.w2_zero_point, tensors.w2_bias),
@@ -232,7 +232,7 @@ class _LayerCall:
             *(weights.hidden, num_tiles_n, h_MN.stride(0)),
             TOP_K=self.top_k,
             HAS_BIAS=tensors.w2_bias is not None,
-            SLOTS=triton.next_power_of_2(self.top_k),
+            SLOTS=next_power_of_2(self.top_k),
             NUM_EXPERTS=weights.experts,
             NUM_STAGES=tiles.num_stages,
             **self._constants(h_MN, tiles),

@@ -11,6 +11,7 @@ from moe_coverage_plugin.serving.float8 import LARGEST, SMALLEST
 from moe_coverage_plugin.serving.kernels.arithmetic import round_to
 from moe_coverage_plugin.serving.kernels.dependent_launch import launch_options, wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
+from moe_coverage_plugin.serving.kernels.routing import next_power_of_2
 
 MAX_BLOCK = 2048
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
@@ -99,7 +100,7 @@ def _launch(
         NUM_EXPERTS=0 if table_E4 is None else len(table_E4),
         UNIT=unit,
         # a rank without channels of any expert still adds their biases
-        BLOCK_A=min(MAX_BLOCK, triton.next_power_of_2(max(1, x.shape[1]))),
+        BLOCK_A=min(MAX_BLOCK, next_power_of_2(max(1, x.shape[1]))),
         **launch_options(x.device),
     )
     return quantized, scale

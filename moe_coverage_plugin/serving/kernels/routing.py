@@ -6,6 +6,7 @@ Pair ``token * K + slot`` is a routed row. The pairs of each expert keep their o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from moe_coverage_plugin.serving.kernels.dependent_launch import launch_options, wait_for_previous_kernel
 from moe_coverage_plugin.serving.kernels.expert_table import COLUMNS, WIDTH, known_expert
+
+next_power_of_2 = cache(triton.next_power_of_2)
+"""Triton's own function takes 4 µs a call, because kernels can call it, too; so does its ``cdiv``."""
 
 ONE_KERNEL_LIMITS = ((64, 64), (1024, 1024))
 """Numbers of pairs up to which one kernel sorts, and the number that it counts per step.
@@ -53,7 +57,7 @@ def max_tiles(num_pairs: int, experts: int, block_m: int) -> int:
 def routing_bytes(experts: int) -> int:
     """Bytes that ``route`` allocates for each pair, except for the padding of tiles."""
     # a sorted pair, its share of the counts of three kernels, and at most its share of a tile of 16 pairs
-    return 4 + triton.cdiv(4 * triton.next_power_of_2(experts), MANY_PAIRS_PER_PROGRAM) + 1
+    return 4 + -(-4 * next_power_of_2(experts) // MANY_PAIRS_PER_PROGRAM) + 1
 
 
 def one_kernel_step(num_pairs: int) -> int | None:
@@ -73,7 +77,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
         block_m: pairs per tile, a power of two.
         min_width: 1, or 0 if experts of width 0 have a bias to add.
     """
-    num_pairs, experts, device = topk_ids_TK.numel(), len(table_E4), topk_ids_TK.device
+    num_pairs, experts, device = topk_ids_TK.numel(), table_E4.shape[0], topk_ids_TK.device
     tiles = max_tiles(num_pairs, experts, block_m)
     routing = Routing(
         torch.empty(tiles * block_m, dtype=torch.int32, device=device),
@@ -82,7 +86,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
     counted_per_step = one_kernel_step(num_pairs)
     one_kernel = counted_per_step is not None
     pairs_per_program = PAIRS_PER_PROGRAM if one_kernel else MANY_PAIRS_PER_PROGRAM
-    programs, bins = triton.cdiv(num_pairs, pairs_per_program), triton.next_power_of_2(experts)
+    programs, bins = -(-num_pairs // pairs_per_program), next_power_of_2(experts)
     options = launch_options(device)
     totals_E = earlier_ME = topk_ids_TK  # not read by the only kernel
     if not one_kernel:
@@ -96,7 +100,7 @@ def route(topk_ids_TK: Tensor, table_E4: Tensor, block_m: int, min_width: int = 
             BINS=bins,
             **options,
         )
-        _prefix_sum_kernel[(triton.cdiv(bins, EXPERTS_PER_PROGRAM),)](
+        _prefix_sum_kernel[(-(-bins // EXPERTS_PER_PROGRAM),)](
             *(earlier_ME, totals_E, programs),
             PROGRAMS_PER_STEP=PROGRAMS_PER_STEP,
             EXPERTS_PER_PROGRAM=EXPERTS_PER_PROGRAM,

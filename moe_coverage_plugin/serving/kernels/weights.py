@@ -67,7 +67,8 @@ class KernelWeights:
     @property
     def experts(self) -> int:
         """Number of experts, removed ones included."""
-        return len(self.table_E4)
+        # len() of a tensor takes 1.5 µs, and this is read at every call
+        return self.table_E4.shape[0]
 
     @property
     def w2_numel(self) -> int:
