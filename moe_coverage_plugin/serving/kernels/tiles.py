@@ -59,11 +59,10 @@ class LaunchPlan:
     early: bool = True
 
 
-# All numbers below were measured on an H200 (torch 2.11, Triton 3.6; the first plans of 16 and of 4 bits with torch
-# 2.13, Triton 3.7): the plans with 128 experts of 640 channels on
-# average in multiples of 128, hidden size 2048, 8 experts per token and quantization groups of 128; the limits for
-# large and for few experts also with 8 experts of 11904 and of 5888 channels and 128 of 1280 at hidden size 4096, and
-# with 256 experts of 1664 channels at hidden size 7168.
+# All numbers below were measured on an H200 (torch 2.11, Triton 3.6; the first plans of 16 and of 4 bits: torch 2.13,
+# Triton 3.7): the plans with 128 experts of 640 channels on average in multiples of 128, hidden size 2048, 8 experts
+# per token and quantization groups of 128; the limits for large and for few experts also with 8 experts of 11904 and
+# of 5888 channels and 128 of 1280 at hidden size 4096, and with 256 experts of 1664 channels at hidden size 7168.
 
 # Plans by the number of pairs up to which they are chosen.
 _DECODE_PLAIN = ((32, LaunchPlan("decode", Tiles(32, 64, 4, 6), Tiles(8, 128, 4, 3))),)
