@@ -106,13 +106,16 @@ class GradientObserver:
             case "activation_gradient":
                 self._batch["down_proj"] = segment_sums(activation_gradient_terms(products_MI), lengths_E)
             case "obs":
-                inactive_M1 = ~active_rows(a_MI)[:, None]
-                self._add_terms(gradient_terms(grad_MI).masked_fill_(inactive_M1, 0), lengths_E)
+                self._add_terms(self._active_gradient_terms(a_MI, grad_MI), lengths_E)
             case "gradient":
-                self._batch["down_proj"] = segment_sums(gradient_terms(grad_MI), lengths_E)
+                self._batch["down_proj"] = segment_sums(self._active_gradient_terms(a_MI, grad_MI), lengths_E)
             case "snip":
                 assert output_grad_MH is not None
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
+
+    @staticmethod
+    def _active_gradient_terms(a_MI: Tensor, grad_MI: Tensor) -> Tensor:
+        return gradient_terms(grad_MI).masked_fill_(~active_rows(a_MI)[:, None], 0)
 
     def _add_terms(self, terms_MI: Tensor, lengths_E: Tensor) -> None:
         # in float64, because terms are squares of small gradients

@@ -63,12 +63,13 @@ def gradient_terms(grad_MI: Tensor) -> Tensor:
 
 
 def active_rows(a_MI: Tensor) -> Tensor:
-    """Rows with an activation other than zero, bool ``[M]``; ``obs`` leaves out the gradients of all others.
+    """Rows with an activation other than zero, bool ``[M]``.
 
-    No channel contributes to the output of an inactive row, so the removal of none changes it. Its gradients can still
-    be larger than those of all other tokens together: in a model without biases, a hidden state of zeros (the
-    embedding of a padding token, at the beginning of a window) stays zero, and each RMSNorm of it multiplies gradients
-    by ``1 / sqrt(eps)``.
+    ``obs`` and ``gradient`` leave out the gradients of all others; terms of the other metrics are zero there anyway.
+    No channel contributes to the output of such a row, so the removal of none changes it. Its gradients can still be
+    larger than those of all other tokens together: in a model without biases, a hidden state of zeros (the embedding
+    of a padding token, at the beginning of a window) stays zero, and each RMSNorm of it multiplies gradients by
+    ``1 / sqrt(eps)``.
     """
     return a_MI.detach().any(-1)
 

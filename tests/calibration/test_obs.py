@@ -15,6 +15,7 @@ from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
+from moe_coverage_plugin.options import ChannelMetric
 from tests.calibration.brute_force import (
     CHANNELS,
     EXPERTS,
@@ -153,6 +154,25 @@ def test_a_hidden_state_of_zeros_does_not_decide_the_scores(tmp_path: Path, monk
     for gradient, expected in zip(unfiltered, expected_L, strict=True):
         assert gradient.sums["gradient_UEI"].max() > 1e3 * expected["squares_EI"].max()
         assert gradient.sums["output_HH"].trace() > 1e3 * expected["output_HH"].trace()
+
+
+@pytest.mark.parametrize("metric", ["obs", "fisher", "gradient", "activation_gradient", "snip"])
+def test_scores_hardly_depend_on_a_hidden_state_of_zeros(tmp_path: Path, metric: ChannelMetric):
+    """Windows with and without it before the same tokens have scores of the same size."""
+    source = save_float64(tmp_path / "model", "qwen3_moe")
+    model = open_stock(source, linear=True)
+    model.get_input_embeddings().weight.data[0] = 0
+    rest = batches_of(token_batches(samples=2, length=20), 1)
+    behind = [{name: torch.cat([column[:, :1], column], 1) for name, column in batch.items()} for batch in rest]
+    for batch in behind:
+        batch["input_ids"][:, 0] = 0
+    totals = []
+    for batches in (rest, behind):
+        layers = find_moe_layers(model)
+        gradients = [GradientObserver(layer, metric) for layer in layers]
+        observe_batches(model, batches, [LayerObserver(layer, metric, None) for layer in layers], gradients)
+        totals.append(torch.stack([each.sums["gradient_UEI"].sum() for each in gradients]))
+    assert bool((totals[1] < 4 * totals[0]).all())
 
 
 def test_batches_without_a_target_add_no_gradients(family):
