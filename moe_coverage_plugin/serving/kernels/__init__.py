@@ -22,7 +22,7 @@ Constants that several kernels have:
 - ``NUM_EXPERTS``: rows of the table of experts, see ``known_expert``;
 - ``TOP_K``: slots per token; ``WEIGHT_ON_INPUT``: multiply the routing weight into ``x`` instead of ``z``;
 - ``EVEN_K``: whether ``BLOCK_K`` divides the input features of all experts, so that loads need no mask along them;
-- ``SWAP_AB``: see ``mma``; ``INLINE_PTX``: see ``int4``; ``PDL``: see ``dependent_launch``;
+- ``SWAP_AB``: see ``mma``; ``PROMOTE``: see ``dot``; ``INLINE_PTX``: see ``int4``; ``PDL``: see ``dependent_launch``;
 - ``NARROW``: tiles of 8 pairs, whose dot products Triton computes with ``mma.sync``, see ``unpack_step``.
 """
 

@@ -32,19 +32,25 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc):
-    """``a @ b + acc``, accumulated in float32; float32 operands are not rounded to TF32."""
+def dot(a, b, acc, PROMOTE: tl.constexpr):
+    """``a @ b + acc``, accumulated in float32; float32 operands are not rounded to TF32.
+
+    Hopper adds products of 8-bit floats in 14 bits. With ``PROMOTE``, the sum of each call is added to a second
+    accumulator in float32; without it, an emulation gives sums of 12,000 random products a relative error of 0.003,
+    where the rounding of the operands to 8 bits makes one of 0.04.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    elif a.dtype == tl.float8e4nv:
-        # Hopper accumulates products of 8-bit floats in 14 bits, so each call adds its sum to a float32 accumulator
+    elif a.dtype == tl.float8e4nv and PROMOTE:
         return tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])
+    elif a.dtype == tl.float8e4nv:
+        return tl.dot(a, b, acc)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def mma(x, w, acc, SWAP_AB: tl.constexpr):
+def mma(x, w, acc, SWAP_AB: tl.constexpr, PROMOTE: tl.constexpr = True):
     """``x @ w.T + acc``, or its transpose if ``SWAP_AB``.
 
     Args:
@@ -53,11 +59,12 @@ def mma(x, w, acc, SWAP_AB: tl.constexpr):
         acc: float32 ``[BLOCK_M, BLOCK_N]``, or ``[BLOCK_N, BLOCK_M]`` if ``SWAP_AB``.
         SWAP_AB: make weights the left operand, which may stay in registers, and tokens the right one, which may be
             narrow.
+        PROMOTE: see ``dot``.
     """
     if SWAP_AB:
-        return dot(w, tl.trans(x), acc)
+        return dot(w, tl.trans(x), acc, PROMOTE)
     else:
-        return dot(x, tl.trans(w), acc)
+        return dot(x, tl.trans(w), acc, PROMOTE)
 
 
 # patch: triton-wait-for-dot

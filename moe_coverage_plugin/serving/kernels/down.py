@@ -25,7 +25,7 @@ def down_kernel(
     WEIGHT_ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, PROMOTE: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``z[m] = routing_weight[m] * down_proj(h[m])`` with the weights of the pair's expert.
 
@@ -73,7 +73,7 @@ def down_kernel(
         tile_n * BLOCK_N,
         _padded_rows(hidden),
         (width + UNIT - 1) // UNIT * UNIT,
-        BITS, GROUP_SIZE, HAS_ZERO_POINT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP_AB, INLINE_PTX,
+        BITS, GROUP_SIZE, HAS_ZERO_POINT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SWAP_AB, PROMOTE, INLINE_PTX,
     )  # fmt: skip
     if BITS == 8:
         # an expert without channels on this rank has no scales, but it may have a bias to add

@@ -24,7 +24,7 @@ def gate_up_kernel(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr, UNIT: tl.constexpr,
     ONE_PAIR_PER_TILE: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP_AB: tl.constexpr, PROMOTE: tl.constexpr, INLINE_PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``h[m] = act(gate_proj(x[token(m)])) * up_proj(x[token(m)])`` with the weights of the pair's expert.
 
@@ -90,7 +90,7 @@ def gate_up_kernel(
         padded_width * 2,
         hidden,
         BITS, GROUP_SIZE, HAS_ZERO_POINT, BLOCK_M, 2 * BLOCK_N, BLOCK_K, EVEN_K, WEIGHT_ON_INPUT and BITS != 8,
-        SWAP_AB, INLINE_PTX,
+        SWAP_AB, PROMOTE, INLINE_PTX,
     )  # fmt: skip
     if BITS == 8:
         x_scale_M = tl.load(x_scale_ptr + pair_M // TOP_K, mask=mask_M, other=0.0)

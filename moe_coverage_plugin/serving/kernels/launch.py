@@ -131,15 +131,15 @@ def _compute(
     """Write ``y_TH`` for some tokens; other arguments as for ``ragged_experts``, contiguous."""
     num_pairs = topk_ids_TK.numel()
     h_MN = x_TH.new_empty(num_pairs, h_stride(weights))
-    call = _LayerCall(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input, plan.early)
+    call = _LayerCall(weights, topk_weights_TK, topk_ids_TK, activation, weight_on_input, plan)
     if plan.path == "decode":
-        call.gate_up(x_TH, h_MN, topk_ids_TK, None, plan.block_m, plan.gate_up)
-        call.down_decode(h_MN, y_TH, plan.down)
+        call.gate_up(x_TH, h_MN, topk_ids_TK, None)
+        call.down_decode(h_MN, y_TH)
         return
     routing = route(topk_ids_TK, weights.table_E4, plan.block_m, weights.min_width)
     z_MH = x_TH.new_empty(num_pairs, weights.hidden, dtype=torch.float32 if plan.float32_z else x_TH.dtype)
-    call.gate_up(x_TH, h_MN, routing.expert_of_tile, routing.sorted_pairs, plan.block_m, plan.gate_up)
-    call.down(h_MN, z_MH, routing, plan.block_m, plan.down)
+    call.gate_up(x_TH, h_MN, routing.expert_of_tile, routing.sorted_pairs)
+    call.down(h_MN, z_MH, routing)
     call.sum(z_MH, y_TH)
 
 
@@ -161,17 +161,15 @@ class _LayerCall:
         topk_ids_TK: Tensor,
         activation: str,
         weight_on_input: bool,
-        early: bool,
+        plan: LaunchPlan,
     ) -> None:
         self.weights, self.topk_weights_TK, self.topk_ids_TK = weights, topk_weights_TK, topk_ids_TK
         self.top_k, self.num_pairs = topk_ids_TK.shape[1], topk_ids_TK.numel()
-        self.activation, self.weight_on_input, self.early = activation, weight_on_input, early
+        self.activation, self.weight_on_input, self.plan = activation, weight_on_input, plan
 
-    def gate_up(
-        self, x_TH: Tensor, h_MN: Tensor, experts: Tensor, sorted_pairs: Tensor | None, block_m: int, tiles: Tiles
-    ) -> None:
+    def gate_up(self, x_TH: Tensor, h_MN: Tensor, experts: Tensor, sorted_pairs: Tensor | None) -> None:
         """Write ``h_MN``. Without ``sorted_pairs``, every pair is a tile and ``experts`` are those of pairs."""
-        weights, tensors = self.weights, self.weights.tensors
+        weights, tensors, tiles = self.weights, self.weights.tensors, self.plan.gate_up
         num_tiles_n = -(-weights.max_padded_width // tiles.block_n)
         if num_tiles_n == 0:
             return
@@ -186,14 +184,14 @@ class _LayerCall:
             ONE_PAIR_PER_TILE=sorted_pairs is None,
             NUM_EXPERTS=weights.experts,
             EVEN_K=weights.hidden % tiles.block_k == 0,
-            **self._constants_of_tiles(block_m, tiles),
+            **self._constants_of_tiles(tiles),
             **self._constants(x_TH, tiles),
-            **launch_options(x_TH.device, self.early),
+            **launch_options(x_TH.device, self.plan.early),
         )
 
-    def down(self, h_MN: Tensor, z_MH: Tensor, routing: Routing, block_m: int, tiles: Tiles) -> None:
+    def down(self, h_MN: Tensor, z_MH: Tensor, routing: Routing) -> None:
         """Write ``z_MH``, the weighted outputs of all pairs that have a tile."""
-        weights, tensors = self.weights, self.weights.tensors
+        weights, tensors, tiles = self.weights, self.weights.tensors, self.plan.down
         num_tiles_m = routing.expert_of_tile.numel()
         num_tiles_n = -(-weights.hidden // tiles.block_n)
         h_MN, h_scale_M = self._quantize_h(h_MN)
@@ -203,9 +201,9 @@ class _LayerCall:
             *(self.num_pairs, num_tiles_m, weights.hidden, num_tiles_n, h_MN.stride(0)),
             HAS_BIAS=tensors.w2_bias is not None,
             EVEN_K=weights.unit % tiles.block_k == 0,
-            **self._constants_of_tiles(block_m, tiles),
+            **self._constants_of_tiles(tiles),
             **self._constants(h_MN, tiles),
-            **launch_options(h_MN.device, self.early),
+            **launch_options(h_MN.device, self.plan.early),
         )
 
     def sum(self, z_MH: Tensor, y_TH: Tensor) -> None:
@@ -221,9 +219,9 @@ class _LayerCall:
             **launch_options(z_MH.device),
         )
 
-    def down_decode(self, h_MN: Tensor, y_TH: Tensor, tiles: Tiles) -> None:
+    def down_decode(self, h_MN: Tensor, y_TH: Tensor) -> None:
         """Write ``y_TH`` without routing: projection and sum for one token per program."""
-        weights, tensors = self.weights, self.weights.tensors
+        weights, tensors, tiles = self.weights, self.weights.tensors, self.plan.down
         num_tiles_n = -(-weights.hidden // tiles.block_n)
         h_MN, h_scale_M = self._quantize_h(h_MN)
         down_decode_kernel[(len(y_TH) * num_tiles_n,)](
@@ -236,7 +234,7 @@ class _LayerCall:
             NUM_EXPERTS=weights.experts,
             NUM_STAGES=tiles.num_stages,
             **self._constants(h_MN, tiles),
-            **launch_options(h_MN.device, self.early),
+            **launch_options(h_MN.device, self.plan.early),
         )
 
     def _quantize_h(self, h_MN: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -245,9 +243,9 @@ class _LayerCall:
             return h_MN, None
         return quantize_channels(h_MN, self.topk_ids_TK.flatten(), weights.table_E4, weights.unit)
 
-    @staticmethod
-    def _constants_of_tiles(block_m: int, tiles: Tiles) -> dict[str, int | bool]:
-        return {"BLOCK_M": block_m, "GROUP_M": tiles.group_m, "SWAP_AB": tiles.swap_ab}
+    def _constants_of_tiles(self, tiles: Tiles) -> dict[str, int | bool]:
+        block_m, promote = self.plan.block_m, self.plan.promote
+        return {"BLOCK_M": block_m, "GROUP_M": tiles.group_m, "SWAP_AB": tiles.swap_ab, "PROMOTE": promote}
 
     def _constants(self, x: Tensor, tiles: Tiles) -> dict[str, int | bool]:
         weights = self.weights

@@ -21,15 +21,16 @@ def matmul_tile(
     x_ptr_M1, mask_M, routing_weight_M, w_ptr, scale_ptr, zero_point_ptr, row_O, first_row, num_rows, in_features,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZERO_POINT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, MUL_ROUTING_WEIGHT: tl.constexpr, SWAP_AB: tl.constexpr, INLINE_PTX: tl.constexpr,
+    EVEN_K: tl.constexpr, MUL_ROUTING_WEIGHT: tl.constexpr, SWAP_AB: tl.constexpr, PROMOTE: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_M`` routed rows of activations times ``BLOCK_N`` rows of one expert's weights.
 
     ``acc[m, o] = sum over a of x[m, a] * w[o, a]``, accumulated in float32 over steps of ``BLOCK_K`` input features in
-    ascending order. With ``BITS`` 8, neither activations nor weights are scaled: the caller multiplies ``acc``. With
-    ``BITS`` 4 and quantization groups, weights are dequantized and rounded to the dtype of ``x`` before each dot
-    product, or, with fewer than 16 rows, the sum of each step is scaled in float32; with one scale per row, ``acc`` is
-    scaled at the end.
+    ascending order (of 8-bit floats: see ``dot``). With ``BITS`` 8, neither activations nor weights are scaled: the
+    caller multiplies ``acc``. With ``BITS`` 4 and quantization groups, weights are dequantized and rounded to the
+    dtype of ``x`` before each dot product, or, with fewer than 16 rows, the sum of each step is scaled in float32;
+    with one scale per row, ``acc`` is scaled at the end.
 
     Operands:
         x_ptr_M1: pointers to the activations of each routed row.
@@ -57,7 +58,7 @@ def matmul_tile(
         w_ptr_O1 = (w_ptr + row_O * in_features)[:, None]
         for k in range(0, in_features, BLOCK_K):
             x = _load_x(x_ptr_M1, mask_M, k + feature_A, in_features, routing_weight_M, EVEN_K, MUL_ROUTING_WEIGHT)
-            acc = mma(x, _load_w(w_ptr_O1, k + feature_A, in_features, EVEN_K), acc, SWAP_AB)
+            acc = mma(x, _load_w(w_ptr_O1, k + feature_A, in_features, EVEN_K), acc, SWAP_AB, PROMOTE)
             if MUL_ROUTING_WEIGHT and not SWAP_AB:
                 acc = wait_for_dot(acc)
     else:

@@ -49,6 +49,7 @@ class LaunchPlan:
         float32_z: keep the outputs of pairs in float32 until they are summed. ``decode`` always does.
         early: programs of both projections may start while the kernel before ends, see ``dependent_launch``. Too few
             programs to fill a card are spread over it evenly only if it is idle.
+        promote: add the sum of each step of 8-bit dot products to a float32 accumulator, see ``dot``.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class LaunchPlan:
     block_m: int = 16
     float32_z: bool = False
     early: bool = True
+    promote: bool = True
 
 
 # All numbers below were measured on an H200 (torch 2.11, Triton 3.6; the first plans of 16 and of 4 bits: torch 2.13,
@@ -109,14 +111,25 @@ _PACKED = (
     (160, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group_m=8), Tiles(128, 64, 4, 4, group_m=8), block_m=64)),
     (inf, LaunchPlan("tiled", Tiles(64, 64, 4, 4, group_m=8), Tiles(128, 64, 4, 4, group_m=8), block_m=128)),
 )
-# 8-bit dot products need two accumulators, see ``arithmetic.dot``, so larger tiles do not fit into registers
+# Promoted 8-bit dot products need two accumulators, so larger tiles do not fit into registers. With enough pairs to be
+# limited by arithmetic, larger tiles are worth more than exact sums.
 _FLOAT8 = (
     (10, LaunchPlan("tiled", Tiles(32, 128, 4, 5), Tiles(128, 128, 4, 3), block_m=16)),
     (24, LaunchPlan("tiled", Tiles(32, 256, 4, 3), Tiles(128, 128, 4, 3), block_m=32)),
     (
-        inf,
+        160,
         LaunchPlan(
             "tiled", Tiles(64, 128, 4, 3, group_m=16, swap_ab=False), Tiles(128, 128, 4, 3, group_m=16), block_m=64
+        ),
+    ),
+    (
+        inf,
+        LaunchPlan(
+            "tiled",
+            Tiles(128, 128, 8, 4, group_m=16, swap_ab=False),
+            Tiles(256, 128, 8, 4, group_m=16, swap_ab=False),
+            block_m=128,
+            promote=False,
         ),
     ),
 )
@@ -132,9 +145,6 @@ def _with_down(table: _Table, down: Tiles) -> _Table:
     """The same plans with other tiles of ``down``, for few programs."""
     return tuple((limit, replace(plan, down=down, early=False)) for limit, plan in table)
 
-
-# The last plan of 16 bits needs large shared memory; without it, the plan before is used for its pairs, too.
-_PLAIN_SMALL_SHARED_MEMORY = (*_PLAIN[:-2], (inf, _PLAIN[-2][1]))
 
 # By bits of weights: tables for decoding, for few programs (narrower tiles make more of them, with longer steps), and
 # for all other cases.
@@ -187,8 +197,9 @@ def all_plans(bits: int, itemsize: int = 2, shared: int = LARGE_SHARED_MEMORY) -
 
 def _tables(bits: int, shared: int) -> tuple[_Table, _Table, _Table]:
     decode, few_programs, tiled = _TABLES[bits]
-    if bits == 16 and shared < LARGE_SHARED_MEMORY:
-        tiled = _PLAIN_SMALL_SHARED_MEMORY
+    if bits != 4 and shared < LARGE_SHARED_MEMORY:
+        # the last plan needs large shared memory; without it, the plan before is used for its pairs, too
+        tiled = (*tiled[:-2], (inf, tiled[-2][1]))
     return decode, few_programs, tiled
 
 

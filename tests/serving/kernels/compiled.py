@@ -43,6 +43,7 @@ def compiled(
     tiles: Tiles,
     weight_on_input: bool = False,
     has_zero_point: bool = False,
+    promote: bool = True,
     target: GPUTarget = HOPPER,
 ) -> Any:
     """Compile a kernel for bfloat16 hidden states and outputs; with 8 bits, both operands of dots are 8-bit floats."""
@@ -59,6 +60,7 @@ def compiled(
         "BLOCK_K": tiles.block_k,
         "GROUP_M": tiles.group_m,
         "SWAP_AB": tiles.swap_ab,
+        "PROMOTE": promote,
         "EVEN_K": kernel is gate_up_kernel,
         "PDL": target is HOPPER,
         "bias_ptr": None,
@@ -86,10 +88,13 @@ def compiled(
     return compile_kernel(source, target=target, options=options)
 
 
-def tiled_kernels(bits: int, shared: int = LARGE_SHARED_MEMORY) -> Iterator[tuple[Any, int, Tiles]]:
-    """Yield the kernels of all plans that use ``tl.dot``, with pairs per tile and tile sizes, without repetition."""
+def tiled_kernels(bits: int, shared: int = LARGE_SHARED_MEMORY) -> Iterator[tuple[Any, int, Tiles, bool]]:
+    """Yield the kernels of all plans that use ``tl.dot``, each once.
+
+    With pairs per tile, tile sizes, and whether 8-bit dot products are promoted.
+    """
     found = [
-        (kernel, plan.block_m, tiles)
+        (kernel, plan.block_m, tiles, plan.promote)
         for plan in all_plans(bits, shared=shared)
         if plan.path == "tiled"
         for kernel, tiles in ((gate_up_kernel, plan.gate_up), (down_kernel, plan.down))
@@ -103,13 +108,14 @@ def shared_memory_on_small_cards() -> int:
     for bits, target in ((16, SMALL), (4, SMALL), (8, SMALL_FLOAT8)):
         kernels = list(tiled_kernels(bits, SMALL_SHARED_MEMORY))
         # only the kernels with most elements in their pipelines, which need most shared memory
-        for kernel, block_m, tiles in sorted(kernels, key=_elements)[-4:]:
-            needed.append(compiled(kernel, bits, block_m, tiles, target=target).metadata.shared)
+        for kernel, block_m, tiles, promote in sorted(kernels, key=_elements)[-4:]:
+            found = compiled(kernel, bits, block_m, tiles, promote=promote, target=target)
+            needed.append(found.metadata.shared)
     return max(needed)
 
 
-def _elements(each: tuple[Any, int, Tiles]) -> int:
-    kernel, block_m, tiles = each
+def _elements(each: tuple[Any, int, Tiles, bool]) -> int:
+    kernel, block_m, tiles, _ = each
     rows = tiles.block_n * (2 if kernel is gate_up_kernel else 1)
     return (block_m + rows) * tiles.block_k * tiles.num_stages
 
@@ -118,11 +124,11 @@ def main() -> None:
     """Compile the kernels of all plans that use ``tl.dot``, and one that applies the routing weight to its input."""
     found = {}
     for bits in (4, 8, 16):
-        # the operands of 8-bit dot products are in shared memory with all plans, so the largest plan is enough
-        for kernel, block_m, tiles in list(tiled_kernels(bits))[-2 if bits == 8 else 0 :]:
+        # the operands of 8-bit dot products are in shared memory with all plans, so two plans are enough
+        for kernel, block_m, tiles, promote in list(tiled_kernels(bits))[-4 if bits == 8 else 0 :]:
             sizes = f"{tiles.block_n} by {tiles.block_k} features"
             name = f"{kernel.fn.__name__}, {bits} bits, {block_m} pairs, {sizes}"
-            found[name] = compiled(kernel, bits, block_m, tiles)
+            found[name] = compiled(kernel, bits, block_m, tiles, promote=promote)
             if bits == 4:
                 found[f"{name}, zero points"] = compiled(kernel, bits, block_m, tiles, has_zero_point=True)
     widest = all_plans(16)[-1]

@@ -81,9 +81,17 @@ def test_packed_weights_of_few_pairs_stay_in_their_threads(kernels: dict[str, st
         assert not re.search(r"ttg.convert_layout .* : tensor<\d+x\d+x(i8|bf16), ", loop), name
 
 
-@pytest.mark.parametrize("kind", ["16 bits, 128 pairs", "8 bits, 64 pairs"])
+@pytest.mark.parametrize("kind", ["16 bits, 128 pairs", "8 bits, 64 pairs", "8 bits, 128 pairs"])
 def test_dots_with_operands_in_shared_memory_overlap(kernels: dict[str, str], kind: str) -> None:
     """With 16 and 8 bits, kernels are fast only if a dot product can be pending when the next one begins."""
     code = next(code for name, code in kernels.items() if kind in name)
     assert {operand for _, _, operand in DOT.findall(code)} == {"!ttg.memdesc"}
     assert "pendings = 1" in code
+
+
+def test_sums_of_8_bit_floats_are_promoted_except_with_many_pairs(kernels: dict[str, str]) -> None:
+    found = {name: code for name, code in kernels.items() if "8 bits" in name}
+    assert len(found) == 4
+    for name, code in found.items():
+        steps = set(re.findall(r"maxNumImpreciseAcc = (\d+)", code))
+        assert steps == ({"128"} if "64 pairs" in name else {str(2**30)}), name
