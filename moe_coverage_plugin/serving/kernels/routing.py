@@ -206,7 +206,7 @@ def _scatter_kernel(
         expert_of_tile_ptr: see ``Routing``.
 
     Constants:
-        ONE_KERNEL: every program counts all pairs itself and compares its own with all earlier ones.
+        ONE_KERNEL: every program counts all pairs itself, and those before its own.
     """
     wait_for_previous_kernel(PDL)
     program = tl.program_id(0)
@@ -221,6 +221,10 @@ def _scatter_kernel(
             counted_M = start + tl.arange(0, COUNTED_PER_STEP)
             counted_expert_M = _load_experts(ids_ptr, table_ptr, counted_M, num_pairs, NUM_EXPERTS, MIN_WIDTH)
             total_E += tl.histogram(counted_expert_M, BINS, mask=counted_expert_M >= 0)
+            if COUNTED_PER_STEP > PAIRS_PER_PROGRAM:
+                # otherwise there is one program
+                is_before_M = (counted_expert_M >= 0) & (counted_M < first)
+                earlier_E += tl.histogram(counted_expert_M, BINS, mask=is_before_M)
     else:
         total_E = tl.load(totals_ptr + tl.arange(0, BINS))
         earlier_E = tl.load(earlier_ptr + program * BINS + tl.arange(0, BINS))
@@ -229,7 +233,7 @@ def _scatter_kernel(
     first_position_E = (tile_stop_E - tiles_E) * BLOCK_M
 
     rank_M = tl.gather(earlier_E, tl.maximum(expert_M, 0), axis=0)
-    for start in range(0 if ONE_KERNEL else first, first + PAIRS_PER_PROGRAM, COMPARED_PER_STEP):
+    for start in range(first, first + PAIRS_PER_PROGRAM, COMPARED_PER_STEP):
         other_M = start + tl.arange(0, COMPARED_PER_STEP)
         other_expert_M = tl.load(ids_ptr + other_M, mask=other_M < num_pairs, other=-1)
         if ids_ptr.dtype.element_ty.primitive_bitwidth > 32:
