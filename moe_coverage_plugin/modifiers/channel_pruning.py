@@ -100,10 +100,6 @@ class ChannelPruningModifier(ChannelPruningOptions, Modifier):
         check_quantizers(state.model, layers, after, block_size, self.layout)
         quantized = any(isinstance(other, QuantizationMixin) for other in after)
         check_run_output(state.model, layers, self._coverage.sparsity, quantized, before, self._kept_share(after))
-        if self._coverage.attribution.channel_metric == "obs" and not self.reconstruct:
-            logger.warning(
-                "channel_metric='obs' scores channels for reconstruct=True: without it, 'fisher' loses less"
-            )
         if self.reconstruct:
             check_batches(state.data.calib)
             if after and isinstance(after[0], LayerwiseGPTQModifier):
