@@ -73,17 +73,18 @@ class GradientObserver:
         if not trace.a_MI.requires_grad:
             return
         # hooks keep detached values: a graph would keep the hooks in turn
-        lengths_E = trace.routing.lengths_E
+        lengths_E, a_MI = trace.routing.lengths_E, trace.a_MI.detach()
+        active_M = active_rows(a_MI)
         if self.metric == "snip" or self._has_bias:
             trace.z_MH.register_hook(self._on_output_grad)
-        trace.a_MI.register_hook(partial(self._on_activation_grad, lengths_E, trace.a_MI.detach()))
+        trace.a_MI.register_hook(partial(self._on_activation_grad, lengths_E, active_M, a_MI))
         if self.metric == "obs":
             routing = replace(trace.routing, routing_weights_M=trace.routing.routing_weights_M.detach())
-            trace.z_MH.register_hook(partial(self._on_output_moments, routing, active_rows(trace.a_MI)))
+            trace.z_MH.register_hook(partial(self._on_output_moments, routing, active_M))
         for name, value_MI in (("gate_proj", trace.gate_MI), ("up_proj", trace.up_MI)):
             if name in self._projections and value_MI is not None:
                 known = (trace.x_MH.detach(), value_MI.detach())
-                value_MI.register_hook(partial(self._on_projection_grad, name, lengths_E, *known))
+                value_MI.register_hook(partial(self._on_projection_grad, name, lengths_E, active_M, *known))
 
     @property
     def _has_bias(self) -> bool:
@@ -92,7 +93,7 @@ class GradientObserver:
     def _on_output_grad(self, grad_MH: Tensor) -> None:
         self._output_grad_MH = grad_MH
 
-    def _on_activation_grad(self, lengths_E: Tensor, a_MI: Tensor, grad_MI: Tensor) -> None:
+    def _on_activation_grad(self, lengths_E: Tensor, active_M: Tensor, a_MI: Tensor, grad_MI: Tensor) -> None:
         products_MI = products(a_MI, grad_MI)
         u_M = products_MI.sum(-1, dtype=torch.float64)
         output_grad_MH, self._output_grad_MH = self._output_grad_MH, None
@@ -106,16 +107,12 @@ class GradientObserver:
             case "activation_gradient":
                 self._batch["down_proj"] = segment_sums(activation_gradient_terms(products_MI), lengths_E)
             case "obs":
-                self._add_terms(self._active_gradient_terms(a_MI, grad_MI), lengths_E)
+                self._add_terms(gradient_terms(grad_MI, active_M), lengths_E)
             case "gradient":
-                self._batch["down_proj"] = segment_sums(self._active_gradient_terms(a_MI, grad_MI), lengths_E)
+                self._batch["down_proj"] = segment_sums(gradient_terms(grad_MI, active_M), lengths_E)
             case "snip":
                 assert output_grad_MH is not None
                 self._batch["down_proj"] = self._snip("down_proj", a_MI, output_grad_MH, lengths_E)
-
-    @staticmethod
-    def _active_gradient_terms(a_MI: Tensor, grad_MI: Tensor) -> Tensor:
-        return gradient_terms(grad_MI).masked_fill_(~active_rows(a_MI)[:, None], 0)
 
     def _add_terms(self, terms_MI: Tensor, lengths_E: Tensor) -> None:
         # in float64, because terms are squares of small gradients
@@ -141,13 +138,13 @@ class GradientObserver:
             output_HH.addmm_(grad_TH.T, grad_TH)
 
     def _on_projection_grad(
-        self, name: str, lengths_E: Tensor, x_MH: Tensor, value_MI: Tensor, grad_MI: Tensor
+        self, name: str, lengths_E: Tensor, active_M: Tensor, x_MH: Tensor, value_MI: Tensor, grad_MI: Tensor
     ) -> None:
         match self.metric:
             case "activation_gradient":
                 self._batch[name] = segment_sums(activation_gradient_terms(products(value_MI, grad_MI)), lengths_E)
             case "gradient":
-                self._batch[name] = segment_sums(gradient_terms(grad_MI), lengths_E)
+                self._batch[name] = segment_sums(gradient_terms(grad_MI, active_M), lengths_E)
             case "snip":
                 self._batch[name] = self._snip(name, x_MH, grad_MI, lengths_E)
 

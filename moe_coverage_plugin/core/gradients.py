@@ -57,11 +57,6 @@ def activation_gradient_terms(products_MI: Tensor) -> Tensor:
     return products_MI.abs()
 
 
-def gradient_terms(grad_MI: Tensor) -> Tensor:
-    """Terms of the square of ``gradient`` at one projection."""
-    return _wide(grad_MI).square()
-
-
 def active_rows(a_MI: Tensor) -> Tensor:
     """Rows with an activation other than zero, bool ``[M]``.
 
@@ -71,7 +66,17 @@ def active_rows(a_MI: Tensor) -> Tensor:
     of a padding token, at the beginning of a window) stays zero, and each RMSNorm of it multiplies gradients by
     ``1 / sqrt(eps)``.
     """
-    return a_MI.detach().any(-1)
+    return a_MI.any(-1)
+
+
+def gradient_terms(grad_MI: Tensor, active_M: Tensor) -> Tensor:
+    """Terms of the square of ``gradient`` at one projection, and of the diagonal of ``obs``.
+
+    Args:
+        grad_MI: gradients of the loss.
+        active_M: :func:`active_rows`; the terms of others are zero.
+    """
+    return _wide(grad_MI).square().masked_fill_(~active_M[:, None], 0)
 
 
 def snip_scores(weight_OI: Tensor, input_MI: Tensor, grad_MO: Tensor, channel_dim: int) -> Tensor:

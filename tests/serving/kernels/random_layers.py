@@ -27,7 +27,8 @@ PLANS = {
     "tiled-swap-long": LaunchPlan("tiled", Tiles(32, 64), Tiles(64, 128, group_m=3), block_m=32),
     "tiled": LaunchPlan(
         "tiled",
-        *(Tiles(64, 64, group_m=2, swap_ab=False), Tiles(64, 64, swap_ab=False)),
+        Tiles(64, 64, group_m=2, swap_ab=False),
+        Tiles(64, 64, swap_ab=False),
         block_m=32,
         float32_z=True,
         promote=False,
