@@ -30,6 +30,7 @@ from moe_coverage_plugin.files.weights import SUFFIX
 from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
 from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modeling.memory import free_host_memory
+from moe_coverage_plugin.modeling.released_experts import released_experts
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
 
@@ -167,7 +168,7 @@ def open_model(model: str, device_map: str | None, offload_folder: Path | None =
     if offload_folder is not None:
         options["offload_folder"] = str(offload_folder)
     opener = load_context() if device_map in (OFFLOAD, DISK) else load_quantizable_moe()
-    with explained(f"{model} cannot be opened as a model"), opener:
+    with explained(f"{model} cannot be opened as a model"), opener, released_experts():
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, **options)
 
 
