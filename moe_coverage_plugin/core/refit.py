@@ -20,7 +20,8 @@ step the change is taken, and whether by half or in full
 columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 
 Experts of one width are fitted together. On a GPU the step is computed in TF32: an inexact direction costs little,
-since what is taken of it is decided by errors in float32.
+since what is taken of it is decided by errors in float32. Tokens in 16 bits have lost more by rounding than TF32
+loses: for them, errors and columns are computed in TF32, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.factors import inverse_factor
-from moe_coverage_plugin.core.products import tf32_products
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
 from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
 STEPS = 4
@@ -190,30 +191,46 @@ def refit_experts(weights: Weights, inverse: Factors, fitted: Problem, held: Pro
     old_EOH, bias_EO, old_EHN = wide = weights.wide()
     dtype = old_EOH.dtype
     fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
-
-    def inputs(problem: _Rows, rows_EOH: Tensor) -> Tensor:
-        return torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT)
-
-    def error(h_EMO: Tensor) -> Tensor:
-        left_EMH = act(h_EMO) @ old_EHN.mT - held_rows.target_EMH
-        return (held_rows.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
-
     with tf32_products():
         changes = _gauss_newton_steps(fitted_rows, wide, inverse, act)
-    old_EMO = inputs(held_rows, old_EOH)
+    rounded = fitted.tokens.x_EMH.dtype in SIXTEEN_BITS
+    with tf32_products(rounded):
+        fit_E, better_E = _best_change(held_rows, wide, changes, act)
+        better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
+        length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E % len(LENGTHS)]
+        experts_E = torch.arange(len(fit_E), device=fit_E.device)
+        chosen_EOH = length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
+        new_EOH = torch.where(better_E[:, None, None], old_EOH + chosen_EOH, old_EOH)
+        sides = [(each, act(_inputs(each, new_EOH, bias_EO))) for each in (fitted_rows, held_rows)]
+        new_EHN = _solve_down(sides, old_EHN, dtype if rounded else torch.float64)
+    return Refit(new_EOH.to(weights.rows_EOH.dtype), new_EHN.to(weights.down_EHN.dtype), better_E)
+
+
+def _inputs(problem: _Rows, rows_EOH: Tensor, bias_EO: Tensor) -> Tensor:
+    """Inputs ``[E, M, O]`` of the activation."""
+    return torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT)
+
+
+def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
+    """The change and its length that lower the error on held-back tokens most (:func:`best_fit`).
+
+    Returns:
+        ``[E]``: the index among all lengths of the first change, then of the second, and so on; and whether the error
+        is lower with it.
+    """
+    rows_EOH, bias_EO, down_EHN = weights
+
+    def error(h_EMO: Tensor) -> Tensor:
+        left_EMH = act(h_EMO) @ down_EHN.mT - held.target_EMH
+        return (held.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
+
+    old_EMO = _inputs(held, rows_EOH, bias_EO)
     before_E, gains = error(old_EMO), []
     for change_EOH in changes:
         # inputs of the activation are linear in the rows
-        change_EMO = held_rows.x_EMH @ change_EOH.mT
+        change_EMO = held.x_EMH @ change_EOH.mT
         gains += [before_E - error(torch.add(old_EMO, change_EMO, alpha=length)) for length in LENGTHS]
-    fit_E, better_E = best_fit(torch.stack(gains))
-    better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
-    length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E % len(LENGTHS)]
-    experts_E = torch.arange(len(fit_E), device=fit_E.device)
-    chosen_EOH = length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
-    new_EOH = torch.where(better_E[:, None, None], old_EOH + chosen_EOH, old_EOH)
-    new_EHN = _solve_down([(each, act(inputs(each, new_EOH))) for each in (fitted_rows, held_rows)], old_EHN)
-    return Refit(new_EOH.to(weights.rows_EOH.dtype), new_EHN.to(weights.down_EHN.dtype), better_E)
+    return best_fit(torch.stack(gains))
 
 
 def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act: Activation) -> list[Tensor]:
@@ -310,14 +327,15 @@ def _slopes(act: Activation, h_EMO: Tensor) -> tuple[Tensor, Tensor]:
     return a_EMN.detach(), slope_EMO
 
 
-def _solve_down(sides: list[tuple[_Rows, Tensor]], old_EHN: Tensor) -> Tensor:
+def _solve_down(sides: list[tuple[_Rows, Tensor]], old_EHN: Tensor, dtype: torch.dtype) -> Tensor:
     """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens.
 
     Args:
         sides: the fitted tokens, then those held back, with the activations ``[E, M, N]``.
         old_EHN: the columns.
+        dtype: of the sums over tokens; all else is in float64.
     """
-    (fitted_ENN, fitted_ENH), (held_ENN, held_ENH) = (_normal_equations(*each, old_EHN) for each in sides)
+    (fitted_ENN, fitted_ENH), (held_ENN, held_ENH) = (_normal_equations(*each, old_EHN, dtype) for each in sides)
     ridge_E = best_ridge(fitted_ENN, held_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
     better_E = ridge_E.isfinite()
     inverse_1ENN, solved_1E = inverse_with_ridge(fitted_ENN + held_ENN, ridge_E.where(better_E, 1.0)[None])
@@ -326,9 +344,9 @@ def _solve_down(sides: list[tuple[_Rows, Tensor]], old_EHN: Tensor) -> Tensor:
     return new_EHN.where((better_E & solved_1E[0])[:, None, None], old_EHN)
 
 
-def _normal_equations(problem: _Rows, a_EMN: Tensor, old_EHN: Tensor) -> tuple[Tensor, Tensor]:
-    """Gram matrices of the activations, and their products with what the old columns leave; in float64."""
-    a_EMN = (problem.weight_EM1 * a_EMN).double()
+def _normal_equations(problem: _Rows, a_EMN: Tensor, old_EHN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gram matrices of the activations, and their products with what the old columns leave; sums over tokens."""
+    a_EMN = (problem.weight_EM1 * a_EMN).to(dtype)
     # the change of the columns is fitted to it
-    left_EMH = (problem.weight_EM1 * problem.target_EMH).double() - a_EMN @ old_EHN.double().mT
-    return a_EMN.mT @ a_EMN, a_EMN.mT @ left_EMH
+    left_EMH = (problem.weight_EM1 * problem.target_EMH).to(dtype) - a_EMN @ old_EHN.to(dtype).mT
+    return (a_EMN.mT @ a_EMN).double(), (a_EMN.mT @ left_EMH).double()
