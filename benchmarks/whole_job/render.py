@@ -198,22 +198,22 @@ def _totals(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _parts(runs: Sequence[dict[str, Any]]) -> str:
-    """Where the time of the phases with parts went; of several runs, the last."""
-    phases = {phase["name"]: phase for run in runs for phase in run["phases"] if phase["parts"]}
+    """Where the time of the phases with parts went; of several runs of a job, the last."""
+    phases = {(run["job"], phase["name"]): phase for run in runs for phase in run["phases"] if phase["parts"]}
     rows = [
         (
+            job,
             name,
             part,
             f"{values['calls']:,}",
             f"{values['seconds']:,.1f}",
             f"{values['seconds'] / phase['seconds']:.0%}",
         )
-        for name, phase in phases.items()
+        for (job, name), phase in phases.items()
         for part, values in sorted(phase["parts"].items(), key=lambda item: -item[1]["seconds"])
     ]
     if not rows:
         return ""
-    headers = ("phase", "part, without the parts inside it", "calls", "seconds", "of the phase")
-    return tabulate(
-        rows, headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", "right", "right", "right")
-    )
+    headers = ("job", "phase", "part, without the parts inside it", "calls", "seconds", "of the phase")
+    aligned = ("left", "left", "left", "right", "right", "right")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
