@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_coverage_plugin.core import refit
 from moe_coverage_plugin.core.reconstruction import RIDGES
@@ -403,6 +404,49 @@ def test_dtypes_are_kept(weight: torch.dtype, tokens: torch.dtype):
     error = wide.error([each.double() for each in found.rows], found.down_HN.double())
     assert error == pytest.approx(wide.error(exact.rows, exact.down_HN), rel=0.05)
     assert error < 0.9 * before
+
+
+class TensorCores(TorchDispatchMode):
+    """Rounds the operands of float32 products to TF32 where a GPU would."""
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in self.PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            *others, left, right = args
+            args = (*others, self._round(left), self._round(right))
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, values: Tensor) -> Tensor:
+        if values.dtype != torch.float32:
+            return values
+        self.rounded += 1
+        # to nearest: of 23 bits behind the point, 10 are left
+        return ((values.contiguous().view(torch.int32) + 2**12) & -(2**13)).view(torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_on_tensor_cores_fit_as_well(gated: bool, tokens: torch.dtype):
+    """Whole fits of 16-bit tokens are in TF32, of others the directions only."""
+    experts = [Expert(seed, gated, hidden=24, channels=48, kept=32, fitted=400, held=130) for seed in range(4)]
+    for each in experts:
+        each.rows, each.down_HN = [row.float() for row in each.rows], each.down_HN.float()
+        each.tokens = Rows(each.tokens.x_MH.to(tokens), each.tokens.weight_M.float(), each.tokens.held_M)
+    exact = refit_all(experts)
+    with TensorCores() as cores:
+        found = refit_all(experts)
+    assert cores.rounded
+    for expert, one, other in zip(experts, found, exact, strict=True):
+        assert one is not None
+        assert other is not None
+        assert not torch.equal(one.down_HN, other.down_HN)
+        error = [expert.error([row.double() for row in fit.rows], fit.down_HN.double()) for fit in (one, other)]
+        assert error[0] == pytest.approx(error[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
