@@ -17,7 +17,7 @@ COUNT_KEYS = (
 SWITCH_KEYS = ("use_mtp",)
 # mtp.fc, model.mtp.layers.0, model.mtp_layers.0, model.mtp_block.0
 NAMED = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
-# DeepSeek and GLM number them after the layers of the model; layers of an image tower have other prefixes
+# other families number them after the layers of the model; layers of an image tower have other prefixes
 NUMBERED = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 

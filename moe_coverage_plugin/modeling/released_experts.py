@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 def released_experts() -> Iterator[None]:
     """Let the toolkit drop the fused experts of each layer once it has copied them, for models opened in the context.
 
-    For families whose checkpoints it can load as linear experts, nothing changes. Of others, such as DeepSeek-V2 and
-    ERNIE 4.5, it otherwise holds the fused experts of all layers until the last one is copied: twice the model.
+    For families whose checkpoints it can load as linear experts, nothing changes. Of others (``docs/patches.md``), it
+    otherwise holds the fused experts of all layers until the last one is copied: twice the model.
     """
     find = linearize.get_non_linearized_moes
 

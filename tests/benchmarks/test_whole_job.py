@@ -258,6 +258,20 @@ def test_a_job_counts_the_killed_run_that_it_went_on_from_and_not_serving():
         assert "- ours: opened by vllm 0.32." in text
 
 
+def test_parts_of_each_job_are_listed():
+    def run(job: str, seconds: float) -> dict[str, Any]:
+        phase = {"name": "reconstruction", "done": True, "seconds": 2 * seconds, "host_peak_bytes": 0}
+        parts = {"fits": {"calls": 1, "seconds": seconds}}
+        return RUN | {"job": job, "environment": RUN_ENVIRONMENT, "phases": [phase | {"parts": parts}]}
+
+    text = section(SETTINGS | {"runs": [run("ours", 1.0), run("ours", 3.0), run("ours-16bit", 5.0)]})
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| fits " in line]
+    assert [(job, seconds, share) for job, _, _, _, seconds, share in lines] == [
+        ("ours", "3.0", "50%"),
+        ("ours-16bit", "5.0", "50%"),
+    ]
+
+
 def test_a_run_that_finds_progress_says_so(tmp_path: Path):
     file = tmp_path / "job.json"
     with timed(Recorder(file, SETTINGS, RUN, tmp_path), saves=False):
