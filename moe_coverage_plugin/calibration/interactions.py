@@ -23,8 +23,8 @@ from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, unifo
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST = "Channel interactions", 2.0
 # experts that are scored together at least: each step of obs takes a few small products, which one more expert hardly
-# slows; on a GPU, as many more as take this part of its free memory
-SCORED, SHARE = 64, 0.25
+# slows; on a GPU, as many more as take these bytes, if they are not more than this part of its free memory
+SCORED, BYTES, SHARE = 64, 6.5e9, 0.5
 # float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
 MATRICES = 10
 # name of what is kept of a layer, before the name of the layer
@@ -72,7 +72,8 @@ def _scored_together(layer: MoELayer, device: torch.device) -> int:
     if device.type == "cpu":
         return SCORED
     _, channels = uniform_shape([layer])
-    return max(SCORED, int(SHARE * free_memory(device)) // matrix_bytes(channels))
+    # not as many as fit: products of other numbers of matrices may be rounded in another order
+    return max(SCORED, int(min(BYTES, SHARE * free_memory(device)) // matrix_bytes(channels)))
 
 
 def matrix_bytes(channels: int) -> int:

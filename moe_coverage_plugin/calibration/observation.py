@@ -45,6 +45,7 @@ from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype, witho
 from moe_coverage_plugin.modeling.grouped_experts import ExpertTrace, grouped_experts, replaced_forward
 from moe_coverage_plugin.modeling.loaded_layers import is_offloaded
 from moe_coverage_plugin.modeling.moe_layers import MoELayer
+from moe_coverage_plugin.modeling.repeatable_attention import repeatable_attention
 from moe_coverage_plugin.options.pruning import Labels
 
 # titles of the pass
@@ -94,6 +95,7 @@ def observe_batches(
         title, left = GRADIENTS if gradients else OBSERVING, batches[kept.batches :]
         if gradients:
             stack.enter_context(_frozen(model))
+            stack.enter_context(repeatable_attention())
         if chain is not None:
             shown = _group_observer(chain, observers, gradients, padding, kept)
             loss_of = partial(_loss_gradient, labels=labels) if gradients else None

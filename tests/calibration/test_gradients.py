@@ -203,6 +203,24 @@ def test_the_pass_does_not_change_the_model(family):
         assert not module._forward_hooks
 
 
+def test_gradients_of_attention_are_repeatable(family, monkeypatch: pytest.MonkeyPatch):
+    """Each layer's attention is found in each batch. If not, nothing but scores on a GPU would show it."""
+    switched: list[bool] = []
+    switch = torch.use_deterministic_algorithms
+
+    def record(mode: bool, **options: Any) -> None:
+        switched.append(mode)
+        switch(mode, **options)
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", record)
+    observe(family, token_batches(samples=4, length=20), {"channel_metric": "fisher"}, batch_size=2)
+    config = open_stock(family).config
+    # attention of other implementations consists of products here
+    kernels = config.num_hidden_layers if config._attn_implementation == "sdpa" else 0
+    assert switched.count(True) == 2 * kernels
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_layers_without_gradients_are_an_error(family, monkeypatch):
     """Layers that take hidden states by keyword cannot be recomputed; scores of zero must not be returned for them."""
     layer_class = type(open_stock(family, linear=True).model.layers[0])
