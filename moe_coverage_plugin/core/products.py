@@ -12,14 +12,15 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` of two matrices, in float32 or wider.
+    """``left @ right`` of two matrices, or of batches of as many, in float32 or wider.
 
     The product of two 16-bit numbers is exact in float32. On a GPU, 16-bit matrices are therefore multiplied as they
     are, and only the sums are rounded, in float32: this is as accurate as to convert both to float32 first, and about
     ten times faster. The CPU has no such product and converts.
     """
     if left.is_cuda and left.numel() and left.dtype == right.dtype and left.dtype in SIXTEEN_BITS:
-        return torch.mm(left, right, out_dtype=torch.float32)
+        product = torch.mm if left.dim() == 2 else torch.bmm
+        return product(left, right, out_dtype=torch.float32)
     dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     return left.to(dtype) @ right.to(dtype)
 

@@ -19,9 +19,10 @@ step the change is taken, and whether by half or in full
 (:func:`~moe_coverage_plugin.core.reconstruction.best_fit`), or not at all if their error is not lower for it. The
 columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 
-Experts of one width are fitted together. On a GPU the step is computed in TF32: an inexact direction costs little,
-since what is taken of it is decided by errors in float32. Tokens in 16 bits have lost more by rounding than TF32
-loses: for them, errors and columns are computed in TF32, too.
+Experts of one width are fitted together. On a GPU the steps are computed in TF32: an inexact direction costs little,
+since what is taken of it is decided by errors in float32. For tokens in bfloat16, whose model rounds its activations
+to as few bits, products of steps and errors take operands in bfloat16 and sum in float32; residuals and columns are
+computed in TF32.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core.factors import inverse_factor
-from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products, wide_product
 from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
 STEPS = 4
@@ -75,10 +76,10 @@ class Weights(NamedTuple):
     bias_EO: Tensor
     down_EHN: Tensor
 
-    def wide(self) -> Weights:
-        """The same in float32 or wider."""
-        dtype = torch.promote_types(self.rows_EOH.dtype, torch.float32)
-        return Weights(*(each.detach().to(dtype) for each in self))
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of the fit."""
+        return torch.promote_types(self.rows_EOH.dtype, torch.float32)
 
 
 class Factors(NamedTuple):
@@ -93,18 +94,30 @@ class Factors(NamedTuple):
     right_EHH: Tensor
 
 
-class Refit(NamedTuple):
-    """Refitted weights of the kept channels.
+class Equations(NamedTuple):
+    """What columns of ``down_proj`` are fitted to: sums in float64 over the tokens to fit, then over those held back.
+
+    Attributes:
+        grams_2ENN: of the activations of the kept channels.
+        left_2ENH: their products with what the old columns leave of the target.
+    """
+
+    grams_2ENN: Tensor
+    left_2ENH: Tensor
+
+
+class RefittedRows(NamedTuple):
+    """Refitted rows of the kept channels.
 
     Attributes:
         rows_EOH: of ``gate_proj`` and ``up_proj``, or of ``up_proj`` alone.
-        down_EHN: columns of ``down_proj``.
-        better_E: experts whose error on held-back tokens is lower with them; weights of others mean nothing.
+        better_E: experts whose error on held-back tokens is lower with them; rows of others are the old ones.
+        equations: for columns that fit these rows.
     """
 
     rows_EOH: Tensor
-    down_EHN: Tensor
     better_E: Tensor
+    equations: Equations
 
 
 class Problem(NamedTuple):
@@ -120,7 +133,7 @@ class Problem(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A :class:`Problem` in the dtype of the fit."""
+    """A :class:`Problem` in the dtype of the fit, except for inputs in bfloat16."""
 
     x_EMH: Tensor
     weight_EM1: Tensor
@@ -129,7 +142,12 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, dtype: torch.dtype) -> _Rows:
         (x_EMH, weight_EM, _), target_EMH = problem
-        return cls(x_EMH.to(dtype), weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
+        return cls(_operand(x_EMH, dtype), weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
+
+
+def _operand(x_EMH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs as operands of products of a fit in ``dtype``; small gradients would underflow in float16."""
+    return x_EMH if (x_EMH.dtype, dtype) == (torch.bfloat16, torch.float32) else x_EMH.to(dtype)
 
 
 @torch.no_grad()
@@ -144,11 +162,10 @@ def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Fact
         tokens: the tokens to fit.
         act: activation function.
     """
-    wide = weights.wide()
-    weight_EM1 = tokens.weight_EM.to(wide.rows_EOH.dtype)[..., None]
+    weight_EM1 = tokens.weight_EM.to(weights.wide_dtype)[..., None]
     with tf32_products():
-        linear, _ = _linearised(tokens.x_EMH.to(wide.rows_EOH.dtype), weight_EM1, wide, act)
-        factors = linear.factors()
+        linear, _ = _linearised(_operand(tokens.x_EMH, weights.wide_dtype), weight_EM1, weights, act)
+        factors = linear.factors(weight_EM1)
     count_E = weight_EM1.count_nonzero(dim=(1, 2)).clamp(min=1)
     for matrix_EAA in factors:
         diagonal_EA = matrix_EAA.diagonal(dim1=1, dim2=2)
@@ -175,8 +192,8 @@ def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
 
 
 @torch.no_grad()
-def refit_experts(weights: Weights, inverse: Factors, fitted: Problem, held: Problem, act: Activation) -> Refit:
-    """Refit the kept channels of experts of one width (module docstring).
+def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Problem, act: Activation) -> RefittedRows:
+    """Refit the rows of the kept channels of experts of one width (module docstring).
 
     Args:
         weights: the kept weights.
@@ -186,29 +203,57 @@ def refit_experts(weights: Weights, inverse: Factors, fitted: Problem, held: Pro
         act: activation function.
 
     Returns:
-        Weights in the dtypes of ``weights``.
+        Rows in their dtype.
     """
-    old_EOH, bias_EO, old_EHN = wide = weights.wide()
-    dtype = old_EOH.dtype
+    dtype = weights.wide_dtype
     fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
     with tf32_products():
-        changes = _gauss_newton_steps(fitted_rows, wide, inverse, act)
+        changes = _gauss_newton_steps(fitted_rows, weights, inverse, act)
     rounded = fitted.tokens.x_EMH.dtype in SIXTEEN_BITS
     with tf32_products(rounded):
-        fit_E, better_E = _best_change(held_rows, wide, changes, act)
+        fit_E, better_E = _best_change(held_rows, weights, changes, act)
         better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
         length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E % len(LENGTHS)]
         experts_E = torch.arange(len(fit_E), device=fit_E.device)
         chosen_EOH = length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
-        new_EOH = torch.where(better_E[:, None, None], old_EOH + chosen_EOH, old_EOH)
-        sides = [(each, act(_inputs(each, new_EOH, bias_EO))) for each in (fitted_rows, held_rows)]
-        new_EHN = _solve_down(sides, old_EHN, dtype if rounded else torch.float64)
-    return Refit(new_EOH.to(weights.rows_EOH.dtype), new_EHN.to(weights.down_EHN.dtype), better_E)
+        # columns are fitted to the rows as they are stored
+        new_EOH = (weights.rows_EOH + chosen_EOH).to(weights.rows_EOH.dtype)
+        new_EOH = new_EOH.where(better_E[:, None, None], weights.rows_EOH)
+        sums = [
+            _sums(each, act(_inputs(each.x_EMH, new_EOH, weights.bias_EO)), weights.down_EHN, rounded)
+            for each in (fitted_rows, held_rows)
+        ]
+    return RefittedRows(new_EOH, better_E, Equations(*map(torch.stack, zip(*sums, strict=True))))
 
 
-def _inputs(problem: _Rows, rows_EOH: Tensor, bias_EO: Tensor) -> Tensor:
-    """Inputs ``[E, M, O]`` of the activation."""
-    return torch.baddbmm(bias_EO[:, None], problem.x_EMH, rows_EOH.mT)
+@torch.no_grad()
+def refit_down(down_EHN: Tensor, equations: Sequence[Equations]) -> Tensor:
+    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens.
+
+    Args:
+        down_EHN: the old columns.
+        equations: of these experts, in parts.
+
+    Returns:
+        In the dtype of ``down_EHN``.
+    """
+    (fitted_ENN, held_ENN), (fitted_ENH, held_ENH) = (torch.cat(parts, 1) for parts in zip(*equations, strict=True))
+    ridge_E = best_ridge(fitted_ENN, held_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
+    better_E = ridge_E.isfinite()
+    inverse_1ENN, solved_1E = inverse_with_ridge(fitted_ENN + held_ENN, ridge_E.where(better_E, 1.0)[None])
+    change_EHN = (fitted_ENH + held_ENH).mT @ inverse_1ENN[0]
+    new_EHN = (down_EHN.double() + change_EHN).to(down_EHN.dtype)
+    return new_EHN.where((better_E & solved_1E[0])[:, None, None], down_EHN)
+
+
+def _inputs(x_EMH: Tensor, rows_EOH: Tensor, bias_EO: Tensor) -> Tensor:
+    """Inputs ``[E, M, O]`` of the activation; exact products if both are in bfloat16, as in a model of that dtype."""
+    return wide_product(x_EMH, rows_EOH.mT).add_(bias_EO[:, None])
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right``, in float32 or wider, of operands in ``dtype``."""
+    return wide_product(left.to(dtype), right.to(dtype))
 
 
 def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
@@ -218,17 +263,18 @@ def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Acti
         ``[E]``: the index among all lengths of the first change, then of the second, and so on; and whether the error
         is lower with it.
     """
-    rows_EOH, bias_EO, down_EHN = weights
+    operands = held.x_EMH.dtype
 
     def error(h_EMO: Tensor) -> Tensor:
-        left_EMH = act(h_EMO) @ down_EHN.mT - held.target_EMH
-        return (held.weight_EM1 * left_EMH).square().sum((1, 2), dtype=torch.float64)
+        left_EMH = _product(act(h_EMO), weights.down_EHN.mT, operands).sub_(held.target_EMH)
+        norms_EM1 = torch.linalg.vector_norm(left_EMH, dim=-1, keepdim=True)
+        return (held.weight_EM1 * norms_EM1).square().sum((1, 2), dtype=torch.float64)
 
-    old_EMO = _inputs(held, rows_EOH, bias_EO)
+    old_EMO = _inputs(held.x_EMH, weights.rows_EOH, weights.bias_EO)
     before_E, gains = error(old_EMO), []
     for change_EOH in changes:
         # inputs of the activation are linear in the rows
-        change_EMO = held.x_EMH @ change_EOH.mT
+        change_EMO = _product(held.x_EMH, change_EOH.mT, operands)
         gains += [before_E - error(torch.add(old_EMO, change_EMO, alpha=length)) for length in LENGTHS]
     return best_fit(torch.stack(gains))
 
@@ -237,8 +283,11 @@ def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act:
     """The change of ``rows_EOH`` after each of :data:`STEPS` steps of conjugate gradients."""
     x_EMH, weight_EM1, target_EMH = problem
     linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
-    residual_EOH = linear.backward((target_EMH - a_EMN @ weights.down_EHN.mT) @ weights.down_EHN)
+    down_EHN = weights.down_EHN.to(target_EMH.dtype)
+    left_EMH = torch.baddbmm(target_EMH, a_EMN, down_EHN.mT, alpha=-1).mul_(weight_EM1)
     del a_EMN
+    residual_EOH = linear.backward(_product(left_EMH, down_EHN, x_EMH.dtype))
+    del left_EMH
     damping_E11 = DAMPING * linear.mean_diagonal()
 
     def precondition(values_EOH: Tensor) -> Tensor:
@@ -269,53 +318,55 @@ class _Linear(NamedTuple):
     """The weighted outputs of experts as linear functions ``J`` of a change of their rows.
 
     Attributes:
-        x_EMH: inputs.
-        squared_EM1: squared routing weights.
-        slope_EMO: derivatives of the activation.
+        x_EMH: inputs, whose dtype is that of all operands.
+        slope_EMO: derivatives of the activation, times the routing weights, in the same dtype.
         outputs_ENN: ``W'^T W'``, which is all that ``J^T J`` needs of the columns.
     """
 
     x_EMH: Tensor
-    squared_EM1: Tensor
     slope_EMO: Tensor
     outputs_ENN: Tensor
 
     @property
-    def parts(self) -> int:
-        """Projections that are fitted: two with a gate, otherwise one."""
-        return self.slope_EMO.shape[2] // self.outputs_ENN.shape[1]
+    def _projections(self) -> Tensor:
+        """The slopes of each projection that is fitted: of two with a gate, otherwise of one."""
+        return self.slope_EMO.unflatten(2, (-1, self.outputs_ENN.shape[1]))
 
     def backward(self, gradient_EMN: Tensor) -> Tensor:
         """``J^T`` times what has been multiplied by the columns."""
-        gradient_EMUN = self.slope_EMO.unflatten(2, (self.parts, -1)) * (self.squared_EM1 * gradient_EMN)[:, :, None]
-        return gradient_EMUN.flatten(2).mT @ self.x_EMH
+        gradient_EMUN = self._projections * gradient_EMN.to(self.x_EMH.dtype)[:, :, None]
+        return wide_product(gradient_EMUN.flatten(2).mT, self.x_EMH)
 
     def normal(self, change_EOH: Tensor) -> Tensor:
         """``J^T J`` times a change of the rows."""
-        change_EMN = (self.slope_EMO * (self.x_EMH @ change_EOH.mT)).unflatten(2, (self.parts, -1)).sum(2)
-        return self.backward(change_EMN @ self.outputs_ENN)
+        dtype = self.x_EMH.dtype
+        h_EMUN = _product(self.x_EMH, change_EOH.mT, dtype).to(dtype).view_as(self._projections)
+        return self.backward(_product(h_EMUN.mul_(self._projections).sum(2), self.outputs_ENN, dtype))
 
-    def squares(self) -> Tensor:
-        """Mean squares ``[E, M, 1]`` of the weighted inputs."""
-        return self.squared_EM1 * self.x_EMH.square().mean(-1, keepdim=True)
+    def norms(self) -> Tensor:
+        """Root mean squares ``[E, M, 1]`` of the inputs."""
+        dtype = self.outputs_ENN.dtype
+        return torch.linalg.vector_norm(self.x_EMH, dim=-1, keepdim=True, dtype=dtype) / self.x_EMH.shape[-1] ** 0.5
 
     def mean_diagonal(self) -> Tensor:
         """``[E, 1, 1]``, of ``J^T J``."""
-        norms_EO = self.outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, self.parts)
-        return ((self.squares() * self.slope_EMO.square()).sum(1) * norms_EO).mean(1)[:, None, None]
+        norms_EO = self.outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, self._projections.shape[2])
+        return ((self.norms() * self.slope_EMO).square().sum(1) * norms_EO).mean(1)[:, None, None]
 
-    def factors(self) -> Factors:
+    def factors(self, weight_EM1: Tensor) -> Factors:
         """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
-        slopes_EOO = (self.squares() * self.slope_EMO).mT @ self.slope_EMO
-        outputs_EOO = self.outputs_ENN.repeat(1, self.parts, self.parts)
-        return Factors(slopes_EOO * outputs_EOO, (self.squared_EM1 * self.x_EMH).mT @ self.x_EMH)
+        dtype, parts = self.x_EMH.dtype, self._projections.shape[2]
+        slope_EMO, x_EMH = (self.norms() * self.slope_EMO).to(dtype), (weight_EM1 * self.x_EMH).to(dtype)
+        outputs_EOO = self.outputs_ENN.repeat(1, parts, parts)
+        return Factors(wide_product(slope_EMO.mT, slope_EMO).mul_(outputs_EOO), wide_product(x_EMH.mT, x_EMH))
 
 
 def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activation) -> tuple[_Linear, Tensor]:
     """The linear functions at these weights, and the activations ``[E, M, N]``."""
     rows_EOH, bias_EO, columns_EHN = weights
-    a_EMN, slope_EMO = _slopes(act, torch.baddbmm(bias_EO[:, None], x_EMH, rows_EOH.mT))
-    return _Linear(x_EMH, weight_EM1.square(), slope_EMO, columns_EHN.mT @ columns_EHN), a_EMN
+    a_EMN, slope_EMO = _slopes(act, _inputs(x_EMH, rows_EOH, bias_EO))
+    outputs_ENN = wide_product(columns_EHN.mT, columns_EHN)
+    return _Linear(x_EMH, slope_EMO.mul_(weight_EM1).to(x_EMH.dtype), outputs_ENN), a_EMN
 
 
 @torch.enable_grad()
@@ -327,26 +378,12 @@ def _slopes(act: Activation, h_EMO: Tensor) -> tuple[Tensor, Tensor]:
     return a_EMN.detach(), slope_EMO
 
 
-def _solve_down(sides: list[tuple[_Rows, Tensor]], old_EHN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens.
-
-    Args:
-        sides: the fitted tokens, then those held back, with the activations ``[E, M, N]``.
-        old_EHN: the columns.
-        dtype: of the sums over tokens; all else is in float64.
-    """
-    (fitted_ENN, fitted_ENH), (held_ENN, held_ENH) = (_normal_equations(*each, old_EHN, dtype) for each in sides)
-    ridge_E = best_ridge(fitted_ENN, held_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
-    better_E = ridge_E.isfinite()
-    inverse_1ENN, solved_1E = inverse_with_ridge(fitted_ENN + held_ENN, ridge_E.where(better_E, 1.0)[None])
-    change_EHN = (fitted_ENH + held_ENH).mT @ inverse_1ENN[0]
-    new_EHN = (old_EHN.double() + change_EHN).to(old_EHN.dtype)
-    return new_EHN.where((better_E & solved_1E[0])[:, None, None], old_EHN)
-
-
-def _normal_equations(problem: _Rows, a_EMN: Tensor, old_EHN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gram matrices of the activations, and their products with what the old columns leave; sums over tokens."""
+def _sums(problem: _Rows, a_EMN: Tensor, down_EHN: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
+    """:class:`Equations` of one side of the tokens, summed in float32 if they are in 16 bits, else in float64."""
+    dtype = problem.target_EMH.dtype if rounded else torch.float64
     a_EMN = (problem.weight_EM1 * a_EMN).to(dtype)
     # the change of the columns is fitted to it
-    left_EMH = (problem.weight_EM1 * problem.target_EMH).to(dtype) - a_EMN @ old_EHN.to(dtype).mT
+    left_EMH = torch.baddbmm(
+        (problem.weight_EM1 * problem.target_EMH).to(dtype), a_EMN, down_EHN.to(dtype).mT, alpha=-1
+    )
     return (a_EMN.mT @ a_EMN).double(), (a_EMN.mT @ left_EMH).double()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import grouped_mm, linear, pad
 
-from moe_coverage_plugin.core.products import wide_product
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products, wide_product
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, projections
 from moe_coverage_plugin.modeling.routing import Routing
 
@@ -273,9 +273,13 @@ class ExpertFunction:
         return _converted(self.activation(x_MH), down.weight, down.bias)
 
     def wide_output(self, x_MH: Tensor) -> Tensor:
-        """The output without the bias of ``down_proj``, in float32 or wider, so that it is not rounded to 16 bits."""
+        """The output without the bias of ``down_proj``, in float32 or wider, so that it is not rounded to 16 bits.
+
+        On a GPU, activations of rows in 16 bits are multiplied in TF32, which rounds them less.
+        """
         h_MO = torch.cat([_wide(x_MH, each.weight, each.bias) for each in self.inputs], dim=-1)
-        return _wide(self.act(h_MO), self.projections["down_proj"].weight, None)
+        with tf32_products(x_MH.dtype in SIXTEEN_BITS):
+            return _wide(self.act(h_MO), self.projections["down_proj"].weight, None)
 
 
 def _wide(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:

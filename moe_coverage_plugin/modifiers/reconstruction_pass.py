@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from compressed_tensors.distributed import is_distributed
@@ -24,12 +25,13 @@ from moe_coverage_plugin.core.refit import (
     FEWEST_TOKENS,
     Factors,
     Problem,
-    Refit,
+    RefittedRows,
     Tokens,
     Weights,
     curvature_factors,
     inverse_factors,
-    refit_experts,
+    refit_down,
+    refit_rows,
 )
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
@@ -172,9 +174,7 @@ class _Reconstruction:
         ridge_E = choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
         down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
         parts = _parts(experts, FACTORIZED) if self._full else ()
-        refits = [
-            refit for part in parts for refit in _refits(layer, experts[part], kept_EN[part], down_EHN[part], inputs)
-        ]
+        refits = [_refit(layer, experts[part], kept_EN[part], down_EHN[part], inputs) for part in parts]
         names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
         # all that is read from the device, at once
         better_E = torch.cat([refit.better_E for refit in refits]).tolist() if refits else [False] * len(experts)
@@ -184,7 +184,7 @@ class _Reconstruction:
         ):
             fits[index] = {"down_proj": down_EHN[position]} if fitted else {}
             if better:
-                refit, place = refits[position // REFITTED], position % REFITTED
+                refit, place = refits[position // FACTORIZED], position % FACTORIZED
                 rows = refit.rows_EOH[place].split(kept_EN.shape[1])
                 fits[index] = dict(zip(names, rows, strict=True)) | {"down_proj": refit.down_EHN[place]}
             # those of one rank, because ranks may differ in the last bit; on the CPU, as they have other devices
@@ -221,10 +221,16 @@ def refit_tokens(hidden: int, channels: int) -> int:
     return int(REFIT_BYTES / REFITTED / (28 * hidden + 24 * channels))
 
 
-def _refits(
-    layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs
-) -> list[Refit]:
-    """Weights of all projections of experts of one width, by :data:`REFITTED` of them."""
+class _Refit(NamedTuple):
+    """Refitted weights of experts of one width; those of experts that are not better mean nothing."""
+
+    rows_EOH: Tensor
+    down_EHN: Tensor
+    better_E: Tensor
+
+
+def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs) -> _Refit:
+    """Refit all projections of experts of one width: rows by :data:`REFITTED` experts, columns of all together."""
     act = ExpertFunction(layer, experts[0]).act
     most = refit_tokens(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]))
     parts = _parts(experts, REFITTED)
@@ -236,15 +242,20 @@ def _refits(
         if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) >= FEWEST_TOKENS:
             factors[number] = curvature_factors(weights[number], fitted, act)
     inverses = dict(zip(factors, inverse_factors(list(factors.values())), strict=True))
-    refits = []
-    for number, (part, each) in enumerate(zip(parts, weights, strict=True)):
-        if number not in inverses:
-            refits.append(Refit(each.rows_EOH, each.down_EHN, each.down_EHN.new_zeros(len(each.down_EHN)).bool()))
-            continue
+    refits: dict[int, RefittedRows] = {}
+    for number, inverse in inverses.items():
+        part = parts[number]
         # found once more: the tokens of all these experts take more memory than their matrices
         fitted, held = (_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most))
-        refits.append(refit_experts(each, inverses[number], fitted, held, act))
-    return refits
+        refits[number] = refit_rows(weights[number], inverse, fitted, held, act)
+    rows = [refits[number].rows_EOH if number in refits else each.rows_EOH for number, each in enumerate(weights)]
+    # an expert without rows that are better keeps its columns as they are
+    better_E, new_EHN = torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device), down_EHN.clone()
+    if refits:
+        places_D = torch.cat([torch.arange(len(experts))[parts[number]] for number in refits]).to(down_EHN.device)
+        better_E[places_D] = torch.cat([each.better_E for each in refits.values()])
+        new_EHN[places_D] = refit_down(down_EHN[places_D], [each.equations for each in refits.values()])
+    return _Refit(torch.cat(rows), new_EHN, better_E)
 
 
 def _parts(experts: Sequence[int], size: int) -> list[slice]:

@@ -23,7 +23,8 @@ from moe_coverage_plugin.core.refit import (
     Weights,
     curvature_factors,
     inverse_factors,
-    refit_experts,
+    refit_down,
+    refit_rows,
 )
 
 
@@ -108,10 +109,11 @@ def refit_all(experts: list[Expert]) -> list[Fit | None]:
     weights = Weights(rows_EOH, torch.stack(biases), torch.stack([each.down_HN for each in experts]))
     sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
     (inverse,) = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
-    found = refit_experts(weights, inverse, *sides, act)
+    found = refit_rows(weights, inverse, *sides, act)
+    down_EHN = refit_down(weights.down_EHN, [found.equations])
     return [
         Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
-        for rows_OH, down_HN, better in zip(found.rows_EOH, found.down_EHN, found.better_E.tolist(), strict=True)
+        for rows_OH, down_HN, better in zip(found.rows_EOH, down_EHN, found.better_E.tolist(), strict=True)
     ]
 
 
@@ -447,6 +449,29 @@ def test_products_on_tensor_cores_fit_as_well(gated: bool, tokens: torch.dtype):
         assert not torch.equal(one.down_HN, other.down_HN)
         error = [expert.error([row.double() for row in fit.rows], fit.down_HN.double()) for fit in (one, other)]
         assert error[0] == pytest.approx(error[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operands_in_bfloat16_fit_as_well(seed: int):
+    """As a fit of the same tokens in float32, both rounded to the dtype of the weights."""
+
+    def rounded() -> Expert:
+        expert = Expert(seed, hidden=64, channels=96, kept=56, fitted=1500, held=500)
+        tokens, scale_H = expert.tokens, torch.logspace(-0.7, 0.7, 64, dtype=torch.float64)
+        expert.tokens = Rows((tokens.x_MH * scale_H).bfloat16(), tokens.weight_M.float(), tokens.held_M)
+        expert.rows, expert.down_HN = [each.bfloat16() for each in expert.rows], expert.down_HN.bfloat16()
+        return expert
+
+    def error(fit: Fit | None) -> float:
+        assert fit is not None
+        expert, rows = rounded(), [each.bfloat16().double() for each in fit.rows]
+        expert.tokens = Rows(expert.tokens.x_MH.double(), expert.tokens.weight_M.double(), expert.tokens.held_M)
+        return expert.error(rows, fit.down_HN.bfloat16().double())
+
+    exact = rounded()
+    exact.tokens = exact.tokens._replace(x_MH=exact.tokens.x_MH.float())
+    exact.rows, exact.down_HN = [each.float() for each in exact.rows], exact.down_HN.float()
+    assert error(rounded().refit()) == pytest.approx(error(exact.refit()), rel=2e-3)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
