@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 from torch.nn.functional import pad
 
-from moe_coverage_plugin.modeling.memory import drop_mapped_pages, mapped_ranges
+from moe_coverage_plugin.modeling.memory import Range, drop_mapped_pages, mapped_ranges
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, projections
 
 # refitted weights of an expert's kept channels, by the names of projections: rows ``[N, H]``, or columns ``[H, N]``
@@ -51,8 +51,8 @@ def prune_experts(
         padded_width: append zero channels up to this width and remove no expert; the outputs do not change.
         fits: by expert, weights that replace those of the kept channels.
     """
-    ranges = mapped_ranges()
     mlps = layer.mlps
+    ranges: list[Range] | None = None
     for index, kept_N in kept.items():
         mlp = mlps[index]
         with disable_onloading():
@@ -61,7 +61,10 @@ def prune_experts(
             remove_expert(layer, index)
         else:
             prune_expert(mlp, kept_N, padded_width or kept_N.numel(), (fits or {}).get(index))
-        drop_mapped_pages(unpruned, ranges)
+        if any(each.device.type == "cpu" for each in unpruned):
+            # the list of a process with a GPU takes milliseconds to read
+            ranges = mapped_ranges() if ranges is None else ranges
+            drop_mapped_pages(unpruned, ranges)
 
 
 def remove_expert(layer: MoELayer, index: int) -> None:
