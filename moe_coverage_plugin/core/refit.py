@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.factors import inverse_factor
+from moe_coverage_plugin.core.factors import inverse_cholesky
 from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products, wide_product
 from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
@@ -83,7 +83,7 @@ class Weights(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Kronecker factors ``L`` and ``S`` with their ridges, or ``U`` with ``U^T U`` inverse to each.
+    """Kronecker factors ``L`` and ``S`` with their ridges, or ``W`` with ``W^T W`` inverse to each.
 
     Attributes:
         left_EOO: for the rows.
@@ -176,7 +176,7 @@ def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Fact
 
 @torch.no_grad()
 def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
-    """``U`` for each of several calls of :func:`curvature_factors`; the identity for a matrix that has no inverse.
+    """``W`` for each of several calls of :func:`curvature_factors`; the identity for a matrix that has no inverse.
 
     All matrices are factorized together, in full precision, because rounding could make them indefinite. The memory of
     a single part is used.
@@ -185,7 +185,7 @@ def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
         return []
     inverses = []
     for matrices in ([each.left_EOO for each in parts], [each.right_EHH for each in parts]):
-        factor_EAA, solved_E = inverse_factor(torch.cat(matrices) if len(matrices) > 1 else matrices[0])
+        factor_EAA, solved_E = inverse_cholesky(torch.cat(matrices) if len(matrices) > 1 else matrices[0])
         identity_AA = torch.eye(factor_EAA.shape[-1], dtype=factor_EAA.dtype, device=factor_EAA.device)
         inverses.append(factor_EAA.where(solved_E[:, None, None], identity_AA).split([len(each) for each in matrices]))
     return [Factors(*each) for each in zip(*inverses, strict=True)]
@@ -213,11 +213,8 @@ def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Proble
     with tf32_products(rounded):
         fit_E, better_E = _best_change(held_rows, weights, changes, act)
         better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
-        length_E = torch.tensor(LENGTHS, dtype=dtype, device=fit_E.device)[fit_E % len(LENGTHS)]
-        experts_E = torch.arange(len(fit_E), device=fit_E.device)
-        chosen_EOH = length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
         # columns are fitted to the rows as they are stored
-        new_EOH = (weights.rows_EOH + chosen_EOH).to(weights.rows_EOH.dtype)
+        new_EOH = (weights.rows_EOH + _chosen(changes, fit_E)).to(weights.rows_EOH.dtype)
         new_EOH = new_EOH.where(better_E[:, None, None], weights.rows_EOH)
         sums = [
             _sums(each, act(_inputs(each.x_EMH, new_EOH, weights.bias_EO)), weights.down_EHN, rounded)
@@ -277,6 +274,13 @@ def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Acti
         change_EMO = _product(held.x_EMH, change_EOH.mT, operands)
         gains += [before_E - error(torch.add(old_EMO, change_EMO, alpha=length)) for length in LENGTHS]
     return best_fit(torch.stack(gains))
+
+
+def _chosen(changes: list[Tensor], fit_E: Tensor) -> Tensor:
+    """The change of each expert by the index of :func:`_best_change`."""
+    length_E = changes[0].new_tensor(LENGTHS)[fit_E % len(LENGTHS)]
+    experts_E = torch.arange(len(fit_E), device=fit_E.device)
+    return length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
 
 
 def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act: Activation) -> list[Tensor]:

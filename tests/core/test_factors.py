@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.factors import inverse_factor
+from moe_coverage_plugin.core.factors import inverse_cholesky, inverse_factor
 
 
 def matrices(size: int, damping: float = 1e-2, spread: float = 2.0) -> Tensor:
@@ -27,6 +27,15 @@ def test_the_product_of_factors_is_the_inverse(size: int, block: int):
     assert solved_E.tolist() == [True] * 3
     assert torch.equal(factor_EAA, factor_EAA.triu())
     torch.testing.assert_close(factor_EAA, torch.linalg.cholesky(matrix_EAA.inverse(), upper=True))
+
+
+@pytest.mark.parametrize(("size", "block"), [(1, 256), (7, 3), (32, 32), (65, 16), (300, 256)])
+def test_inverses_of_cholesky_factors(size: int, block: int):
+    matrix_EAA = matrices(size)
+    inverse_EAA, solved_E = inverse_cholesky(matrix_EAA.clone(), block)
+    assert solved_E.tolist() == [True] * 3
+    assert torch.equal(inverse_EAA, inverse_EAA.tril())
+    torch.testing.assert_close(inverse_EAA, torch.linalg.cholesky(matrix_EAA).inverse())
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-5])
