@@ -124,7 +124,8 @@ def problem(experts: list[Expert], held: bool) -> Problem:
         torch.nn.utils.rnn.pad_sequence([values[side] for values, side in zip(each, sides, strict=True)], True)
         for each in zip(*((each.tokens.x_MH, each.tokens.weight_M, each.target_MH) for each in experts), strict=True)
     )
-    return Problem(Tokens(x_EMH, weight_EM, torch.tensor([int(side.sum()) for side in sides])), target_EMH)
+    count_E = torch.tensor([int(side.sum()) for side in sides], device=x_EMH.device)
+    return Problem(Tokens(x_EMH, weight_EM, count_E), target_EMH)
 
 
 def outputs(expert: Expert, rows: list[Tensor], biases: list[Tensor | None], down_HN: Tensor) -> Tensor:
@@ -478,6 +479,30 @@ def test_operands_in_bfloat16_fit_as_well(seed: int):
     exact.tokens = exact.tokens._replace(x_MH=exact.tokens.x_MH.float())
     exact.rows, exact.down_HN = [each.float() for each in exact.rows], exact.down_HN.float()
     assert error(rounded().refit()) == pytest.approx(error(exact.refit()), rel=2e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
+def test_fits_on_a_gpu_are_those_of_the_cpu(tokens: torch.dtype):
+    """Directions are in TF32 there, so the errors are compared, as above."""
+    changes = []
+    for seed in range(8):
+        on_cpu, on_gpu = (Expert(seed, hidden=64, channels=96, kept=56, fitted=1500, held=500) for _ in range(2))
+        for expert, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
+            x_MH, weight_M, held_M = expert.tokens
+            expert.tokens = Rows(x_MH.to(device, tokens), weight_M.to(device, torch.float32), held_M.to(device))
+            expert.rows = [each.to(device, torch.bfloat16) for each in expert.rows]
+            expert.down_HN = expert.down_HN.to(device, torch.bfloat16)
+            expert.target_MH = expert.target_MH.to(device, torch.float32)
+        fits = [expert.refit() for expert in (on_cpu, on_gpu)]
+        exact = Expert(seed, hidden=64, channels=96, kept=56, fitted=1500, held=500)
+        errors = []
+        for fit in fits:
+            assert fit is not None
+            errors.append(exact.error([each.cpu().double() for each in fit.rows], fit.down_HN.cpu().double()))
+        changes.append(errors[1] / errors[0] - 1)
+    assert abs(sum(changes) / len(changes)) < 5e-4
+    assert max(map(abs, changes)) < 5e-3
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
