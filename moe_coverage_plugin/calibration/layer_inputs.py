@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
-from moe_coverage_plugin.core.refit import Tokens
+from moe_coverage_plugin.core.gauss_newton import Tokens
 from moe_coverage_plugin.modeling.routing import Routing
 
 # experts of a layer whose matrices exist at the same time; a CPU gains nothing from more than one

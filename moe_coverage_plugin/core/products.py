@@ -25,6 +25,11 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
+def rounded_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`wide_product` of operands that are rounded to ``dtype`` first."""
+    return wide_product(left.to(dtype), right.to(dtype))
+
+
 @contextmanager
 def tf32_products(enabled: bool = True) -> Iterator[None]:
     """Let float32 matrices be multiplied in TF32 on GPUs, within the context.

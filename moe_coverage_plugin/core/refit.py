@@ -1,97 +1,40 @@
-"""Refit of all projections of a pruned expert: Gauss-Newton for ``gate_proj`` and ``up_proj``, then ``down_proj``.
+"""Refit of all projections of a pruned expert: ``gate_proj`` and ``up_proj`` by a Gauss-Newton step, then the rest.
 
 Least squares over ``down_proj`` (:mod:`~moe_coverage_plugin.core.reconstruction`) can only combine the kept channels.
-Here the channels themselves are fitted too. With ``h = V x`` for the rows ``V`` of ``gate_proj`` and ``up_proj`` that
-are kept, ``A = act(h)`` and the output ``z`` of the unpruned expert, over tokens with routing weights ``g``:
-
-    min_V  sum_t g_t^2 ||z_t - W' act(V x_t)||^2.
-
-One Gauss-Newton step linearises ``act`` at the present ``V``, and solves for the change ``X`` by a few steps of
-conjugate gradients on
-
-    (J^T J + mu I) X = J^T r,    J X = g W' act'(h) (X x),    r = g (z - W' act(h)).
-
-The steps are preconditioned by the inverse of a Kronecker product that is near ``J^T J`` (K-FAC, Martens and Grosse,
-arXiv:1503.05671): of ``S = sum_t g_t^2 x_t x_t^T``, and of ``L``, which is ``W'^T W'`` times, element by element, the
-mean product of the derivatives of two channels. Four such steps reach what eight without it do. Few steps regularise,
-as ``mu`` does, and how few are best depends on the number of tokens: tokens that were held back choose after which
-step the change is taken, and whether by half or in full
+Here the channels themselves are fitted too (:mod:`~moe_coverage_plugin.core.gauss_newton`). Few steps of conjugate
+gradients regularise, as damping does, and how few are best depends on the number of tokens: tokens that were held back
+choose after which step the change is taken, and whether by half or in full
 (:func:`~moe_coverage_plugin.core.reconstruction.best_fit`), or not at all if their error is not lower for it. The
 columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 
-Experts of one width are fitted together. On a GPU the steps are computed in TF32: an inexact direction costs little,
-since what is taken of it is decided by errors in float32. For tokens in bfloat16, whose model rounds its activations
-to as few bits, products of steps and errors take operands in bfloat16 and sum in float32; residuals and columns are
-computed in TF32.
+Experts of one width are fitted together. Errors are computed in float32, columns in float64. Tokens in 16 bits have
+lost more by rounding than TF32 loses: for them, both are computed in TF32 on a GPU, and errors of tokens in bfloat16
+from operands in bfloat16, as in a model of that dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_coverage_plugin.core.factors import inverse_cholesky
-from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products, wide_product
+from moe_coverage_plugin.core.gauss_newton import (
+    Activation,
+    Factors,
+    Problem,
+    Rows,
+    Weights,
+    activation_inputs,
+    gauss_newton_steps,
+)
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, rounded_product, tf32_products
 from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
-STEPS = 4
-# mu, relative to the mean of the diagonal of J^T J
-DAMPING = 1e-2
 LENGTHS = (0.5, 1.0)
 # fewer tokens than this, on either side, say too little about an expert
 FEWEST_TOKENS = 8
-
-# from the outputs of gate_proj and up_proj, side by side ``[..., 2N]`` (or of up_proj alone, ``[..., N]``), to
-# ``[..., N]``; element by element
-Activation = Callable[[Tensor], Tensor]
-
-
-class Tokens(NamedTuple):
-    """Tokens that are routed to some experts, which are all fitted or all held back.
-
-    Attributes:
-        x_EMH: inputs of the experts; rows behind an expert's own are zero.
-        weight_EM: routing weights, zero for these rows.
-        count_E: tokens of each expert, int64.
-    """
-
-    x_EMH: Tensor
-    weight_EM: Tensor
-    count_E: Tensor
-
-
-class Weights(NamedTuple):
-    """Kept weights of experts of one width.
-
-    Attributes:
-        rows_EOH: of ``gate_proj`` and ``up_proj``, one below the other ``[E, 2N, H]``, or of ``up_proj`` alone.
-        bias_EO: of these rows, zero if there is none; it is unchanged.
-        down_EHN: columns of ``down_proj``, already fitted.
-    """
-
-    rows_EOH: Tensor
-    bias_EO: Tensor
-    down_EHN: Tensor
-
-    @property
-    def wide_dtype(self) -> torch.dtype:
-        """The dtype of the fit."""
-        return torch.promote_types(self.rows_EOH.dtype, torch.float32)
-
-
-class Factors(NamedTuple):
-    """Kronecker factors ``L`` and ``S`` with their ridges, or ``W`` with ``W^T W`` inverse to each.
-
-    Attributes:
-        left_EOO: for the rows.
-        right_EHH: for the inputs.
-    """
-
-    left_EOO: Tensor
-    right_EHH: Tensor
 
 
 class Equations(NamedTuple):
@@ -120,77 +63,6 @@ class RefittedRows(NamedTuple):
     equations: Equations
 
 
-class Problem(NamedTuple):
-    """Tokens and what the pruned expert should output for them.
-
-    Attributes:
-        tokens: of the experts.
-        target_EMH: outputs of the unpruned experts, without the bias of ``down_proj``.
-    """
-
-    tokens: Tokens
-    target_EMH: Tensor
-
-
-class _Rows(NamedTuple):
-    """A :class:`Problem` in the dtype of the fit, except for inputs in bfloat16."""
-
-    x_EMH: Tensor
-    weight_EM1: Tensor
-    target_EMH: Tensor
-
-    @classmethod
-    def of(cls, problem: Problem, dtype: torch.dtype) -> _Rows:
-        (x_EMH, weight_EM, _), target_EMH = problem
-        return cls(_operand(x_EMH, dtype), weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
-
-
-def _operand(x_EMH: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inputs as operands of products of a fit in ``dtype``; small gradients would underflow in float16."""
-    return x_EMH if (x_EMH.dtype, dtype) == (torch.bfloat16, torch.float32) else x_EMH.to(dtype)
-
-
-@torch.no_grad()
-def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Factors:
-    """``L`` and ``S`` of experts of one width, each up to a factor of its expert, with ridges.
-
-    A ridge is the mean of the diagonal times the number of rows over that of tokens, about as large as the noise of a
-    matrix of so few tokens: if these are too few, the factors change no direction.
-
-    Args:
-        weights: at which the activation is linearised.
-        tokens: the tokens to fit.
-        act: activation function.
-    """
-    weight_EM1 = tokens.weight_EM.to(weights.wide_dtype)[..., None]
-    with tf32_products():
-        linear, _ = _linearised(_operand(tokens.x_EMH, weights.wide_dtype), weight_EM1, weights, act)
-        factors = linear.factors(weight_EM1)
-    count_E = weight_EM1.count_nonzero(dim=(1, 2)).clamp(min=1)
-    for matrix_EAA in factors:
-        diagonal_EA = matrix_EAA.diagonal(dim1=1, dim2=2)
-        ridge_E = diagonal_EA.mean(1) * matrix_EAA.shape[-1] / count_E
-        diagonal_EA += ridge_E.where(ridge_E > 0, 1.0)[:, None]
-    return factors
-
-
-@torch.no_grad()
-def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
-    """``W`` for each of several calls of :func:`curvature_factors`; the identity for a matrix that has no inverse.
-
-    All matrices are factorized together, in full precision, because rounding could make them indefinite. The memory of
-    a single part is used.
-    """
-    if not parts:
-        return []
-    inverses = []
-    for matrices in ([each.left_EOO for each in parts], [each.right_EHH for each in parts]):
-        factor_EAA, solved_E = inverse_cholesky(torch.cat(matrices) if len(matrices) > 1 else matrices[0])
-        identity_AA = torch.eye(factor_EAA.shape[-1], dtype=factor_EAA.dtype, device=factor_EAA.device)
-        inverses.append(factor_EAA.where(solved_E[:, None, None], identity_AA).split([len(each) for each in matrices]))
-    return [Factors(*each) for each in zip(*inverses, strict=True)]
-
-
 @torch.no_grad()
 def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Problem, act: Activation) -> RefittedRows:
     """Refit the rows of the kept channels of experts of one width (module docstring).
@@ -206,9 +78,8 @@ def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Proble
         Rows in their dtype.
     """
     dtype = weights.wide_dtype
-    fitted_rows, held_rows = (_Rows.of(each, dtype) for each in (fitted, held))
-    with tf32_products():
-        changes = _gauss_newton_steps(fitted_rows, weights, inverse, act)
+    fitted_rows, held_rows = (Rows.of(each, dtype) for each in (fitted, held))
+    changes = gauss_newton_steps(fitted_rows, weights, inverse, act)
     rounded = fitted.tokens.x_EMH.dtype in SIXTEEN_BITS
     with tf32_products(rounded):
         fit_E, better_E = _best_change(held_rows, weights, changes, act)
@@ -217,7 +88,7 @@ def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Proble
         new_EOH = (weights.rows_EOH + _chosen(changes, fit_E)).to(weights.rows_EOH.dtype)
         new_EOH = new_EOH.where(better_E[:, None, None], weights.rows_EOH)
         sums = [
-            _sums(each, act(_inputs(each.x_EMH, new_EOH, weights.bias_EO)), weights.down_EHN, rounded)
+            _sums(each, act(activation_inputs(each.x_EMH, new_EOH, weights.bias_EO)), weights.down_EHN, rounded)
             for each in (fitted_rows, held_rows)
         ]
     return RefittedRows(new_EOH, better_E, Equations(*map(torch.stack, zip(*sums, strict=True))))
@@ -243,17 +114,7 @@ def refit_down(down_EHN: Tensor, equations: Sequence[Equations]) -> Tensor:
     return new_EHN.where((better_E & solved_1E[0])[:, None, None], down_EHN)
 
 
-def _inputs(x_EMH: Tensor, rows_EOH: Tensor, bias_EO: Tensor) -> Tensor:
-    """Inputs ``[E, M, O]`` of the activation; exact products if both are in bfloat16, as in a model of that dtype."""
-    return wide_product(x_EMH, rows_EOH.mT).add_(bias_EO[:, None])
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right``, in float32 or wider, of operands in ``dtype``."""
-    return wide_product(left.to(dtype), right.to(dtype))
-
-
-def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
+def _best_change(held: Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
     """The change and its length that lower the error on held-back tokens most (:func:`best_fit`).
 
     Returns:
@@ -263,15 +124,15 @@ def _best_change(held: _Rows, weights: Weights, changes: list[Tensor], act: Acti
     operands = held.x_EMH.dtype
 
     def error(h_EMO: Tensor) -> Tensor:
-        left_EMH = _product(act(h_EMO), weights.down_EHN.mT, operands).sub_(held.target_EMH)
+        left_EMH = rounded_product(act(h_EMO), weights.down_EHN.mT, operands).sub_(held.target_EMH)
         norms_EM1 = torch.linalg.vector_norm(left_EMH, dim=-1, keepdim=True)
         return (held.weight_EM1 * norms_EM1).square().sum((1, 2), dtype=torch.float64)
 
-    old_EMO = _inputs(held.x_EMH, weights.rows_EOH, weights.bias_EO)
+    old_EMO = activation_inputs(held.x_EMH, weights.rows_EOH, weights.bias_EO)
     before_E, gains = error(old_EMO), []
     for change_EOH in changes:
         # inputs of the activation are linear in the rows
-        change_EMO = _product(held.x_EMH, change_EOH.mT, operands)
+        change_EMO = rounded_product(held.x_EMH, change_EOH.mT, operands)
         gains += [before_E - error(torch.add(old_EMO, change_EMO, alpha=length)) for length in LENGTHS]
     return best_fit(torch.stack(gains))
 
@@ -283,106 +144,7 @@ def _chosen(changes: list[Tensor], fit_E: Tensor) -> Tensor:
     return length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
 
 
-def _gauss_newton_steps(problem: _Rows, weights: Weights, inverse: Factors, act: Activation) -> list[Tensor]:
-    """The change of ``rows_EOH`` after each of :data:`STEPS` steps of conjugate gradients."""
-    x_EMH, weight_EM1, target_EMH = problem
-    linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
-    down_EHN = weights.down_EHN.to(target_EMH.dtype)
-    left_EMH = torch.baddbmm(target_EMH, a_EMN, down_EHN.mT, alpha=-1).mul_(weight_EM1)
-    del a_EMN
-    residual_EOH = linear.backward(_product(left_EMH, down_EHN, x_EMH.dtype))
-    del left_EMH
-    damping_E11 = DAMPING * linear.mean_diagonal()
-
-    def precondition(values_EOH: Tensor) -> Tensor:
-        left_EOO, right_EHH = inverse
-        return left_EOO.mT @ (left_EOO @ values_EOH @ right_EHH.mT) @ right_EHH
-
-    def inner(one_EOH: Tensor, other_EOH: Tensor) -> Tensor:
-        return (one_EOH * other_EOH).sum((1, 2), keepdim=True)
-
-    direction_EOH = precondition(residual_EOH)
-    square_E11 = inner(residual_EOH, direction_EOH)
-    changes, going_E11 = [torch.zeros_like(residual_EOH)], torch.ones_like(square_E11, dtype=torch.bool)
-    for _ in range(STEPS):
-        product_EOH = linear.normal(direction_EOH) + damping_E11 * direction_EOH
-        curvature_E11 = inner(direction_EOH, product_EOH)
-        # an expert that arrived, or underflows, stays where it is
-        going_E11 = going_E11 & (curvature_E11 > 0)
-        length_E11 = (square_E11 / curvature_E11).where(going_E11, 0.0)
-        changes.append(changes[-1] + length_E11 * direction_EOH)
-        residual_EOH = residual_EOH - length_E11 * product_EOH
-        preconditioned_EOH = precondition(residual_EOH)
-        square_E11, last_E11 = inner(residual_EOH, preconditioned_EOH), square_E11
-        direction_EOH = preconditioned_EOH + (square_E11 / last_E11).where(last_E11 > 0, 0.0) * direction_EOH
-    return changes[1:]
-
-
-class _Linear(NamedTuple):
-    """The weighted outputs of experts as linear functions ``J`` of a change of their rows.
-
-    Attributes:
-        x_EMH: inputs, whose dtype is that of all operands.
-        slope_EMO: derivatives of the activation, times the routing weights, in the same dtype.
-        outputs_ENN: ``W'^T W'``, which is all that ``J^T J`` needs of the columns.
-    """
-
-    x_EMH: Tensor
-    slope_EMO: Tensor
-    outputs_ENN: Tensor
-
-    @property
-    def _projections(self) -> Tensor:
-        """The slopes of each projection that is fitted: of two with a gate, otherwise of one."""
-        return self.slope_EMO.unflatten(2, (-1, self.outputs_ENN.shape[1]))
-
-    def backward(self, gradient_EMN: Tensor) -> Tensor:
-        """``J^T`` times what has been multiplied by the columns."""
-        gradient_EMUN = self._projections * gradient_EMN.to(self.x_EMH.dtype)[:, :, None]
-        return wide_product(gradient_EMUN.flatten(2).mT, self.x_EMH)
-
-    def normal(self, change_EOH: Tensor) -> Tensor:
-        """``J^T J`` times a change of the rows."""
-        dtype = self.x_EMH.dtype
-        h_EMUN = _product(self.x_EMH, change_EOH.mT, dtype).to(dtype).view_as(self._projections)
-        return self.backward(_product(h_EMUN.mul_(self._projections).sum(2), self.outputs_ENN, dtype))
-
-    def norms(self) -> Tensor:
-        """Root mean squares ``[E, M, 1]`` of the inputs."""
-        dtype = self.outputs_ENN.dtype
-        return torch.linalg.vector_norm(self.x_EMH, dim=-1, keepdim=True, dtype=dtype) / self.x_EMH.shape[-1] ** 0.5
-
-    def mean_diagonal(self) -> Tensor:
-        """``[E, 1, 1]``, of ``J^T J``."""
-        norms_EO = self.outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, self._projections.shape[2])
-        return ((self.norms() * self.slope_EMO).square().sum(1) * norms_EO).mean(1)[:, None, None]
-
-    def factors(self, weight_EM1: Tensor) -> Factors:
-        """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
-        dtype, parts = self.x_EMH.dtype, self._projections.shape[2]
-        slope_EMO, x_EMH = (self.norms() * self.slope_EMO).to(dtype), (weight_EM1 * self.x_EMH).to(dtype)
-        outputs_EOO = self.outputs_ENN.repeat(1, parts, parts)
-        return Factors(wide_product(slope_EMO.mT, slope_EMO).mul_(outputs_EOO), wide_product(x_EMH.mT, x_EMH))
-
-
-def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activation) -> tuple[_Linear, Tensor]:
-    """The linear functions at these weights, and the activations ``[E, M, N]``."""
-    rows_EOH, bias_EO, columns_EHN = weights
-    a_EMN, slope_EMO = _slopes(act, _inputs(x_EMH, rows_EOH, bias_EO))
-    outputs_ENN = wide_product(columns_EHN.mT, columns_EHN)
-    return _Linear(x_EMH, slope_EMO.mul_(weight_EM1).to(x_EMH.dtype), outputs_ENN), a_EMN
-
-
-@torch.enable_grad()
-def _slopes(act: Activation, h_EMO: Tensor) -> tuple[Tensor, Tensor]:
-    """The activation and its derivatives; each entry of ``h`` enters one entry of the activation."""
-    h_EMO = h_EMO.detach().requires_grad_()
-    a_EMN = act(h_EMO)
-    (slope_EMO,) = torch.autograd.grad(a_EMN.sum(), h_EMO)
-    return a_EMN.detach(), slope_EMO
-
-
-def _sums(problem: _Rows, a_EMN: Tensor, down_EHN: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
+def _sums(problem: Rows, a_EMN: Tensor, down_EHN: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
     """:class:`Equations` of one side of the tokens, summed in float32 if they are in 16 bits, else in float64."""
     dtype = problem.target_EMH.dtype if rounded else torch.float64
     a_EMN = (problem.weight_EM1 * a_EMN).to(dtype)

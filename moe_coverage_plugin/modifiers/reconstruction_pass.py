@@ -20,19 +20,16 @@ from moe_coverage_plugin.calibration.gram import channel_grams
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
-from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import (
-    FEWEST_TOKENS,
+from moe_coverage_plugin.core.gauss_newton import (
     Factors,
     Problem,
-    RefittedRows,
     Tokens,
     Weights,
     curvature_factors,
     inverse_factors,
-    refit_down,
-    refit_rows,
 )
+from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, RefittedRows, refit_down, refit_rows
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, find_moe_layers, projections

@@ -16,7 +16,7 @@ from moe_coverage_plugin.calibration.gram import channel_grams
 from moe_coverage_plugin.calibration.interactions import interaction_scores
 from moe_coverage_plugin.calibration.observation import observe_batches
 from moe_coverage_plugin.calibration.observer import LayerObserver
-from moe_coverage_plugin.core.refit import Tokens
+from moe_coverage_plugin.core.gauss_newton import Tokens
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests import processes
 from tests.calibration.brute_force import EXPERTS, batches_of, open_stock, padded_with_prompts, save_float64

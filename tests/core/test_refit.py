@@ -1,141 +1,20 @@
-"""The refit of all projections of an expert, compared with explicit Jacobians and sums over tokens."""
+"""The refit of all projections of an expert, compared with sums over tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_coverage_plugin.core import refit
+from moe_coverage_plugin.core import gauss_newton
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.core.refit import (
-    FEWEST_TOKENS,
-    Factors,
-    Problem,
-    Tokens,
-    Weights,
-    curvature_factors,
-    inverse_factors,
-    refit_down,
-    refit_rows,
-)
-
-
-def swiglu(h_MO: Tensor) -> Tensor:
-    gate_MN, up_MN = h_MO.chunk(2, dim=-1)
-    return silu(gate_MN) * up_MN
-
-
-def relu_squared(h_MN: Tensor) -> Tensor:
-    return h_MN.relu().square()
-
-
-class Rows(NamedTuple):
-    """Tokens of one expert, of both sides."""
-
-    x_MH: Tensor
-    weight_M: Tensor
-    held_M: Tensor
-
-
-class Fit(NamedTuple):
-    """Weights of one expert that are better for held-back tokens."""
-
-    rows: list[Tensor]
-    down_HN: Tensor
-
-
-@dataclass
-class Expert:
-    """A pruned expert whose target is the output of the unpruned one, in float64; tokens alternate between sides."""
-
-    seed: int = 2
-    gated: bool = True
-    biased: bool = False
-    hidden: int = 5
-    channels: int = 7
-    kept: int = 4
-    fitted: int = 40
-    held: int = 20
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.act = swiglu if self.gated else relu_squared
-        rows = [self.randn(self.channels, self.hidden) for _ in range(1 + self.gated)]
-        biases = [self.randn(self.channels) if self.biased else None for _ in rows]
-        down_HI = self.randn(self.hidden, self.channels)
-        tokens = self.fitted + self.held
-        held_M = torch.randperm(tokens, generator=self.generator) < self.held
-        weight_M = torch.rand(tokens, dtype=torch.float64, generator=self.generator)
-        self.tokens = Rows(self.randn(tokens, self.hidden), weight_M, held_M)
-        self.target_MH = outputs(self, rows, biases, down_HI)
-        self.rows = [each[: self.kept] for each in rows]
-        self.biases = [None if each is None else each[: self.kept] for each in biases]
-        self.down_HN = down_HI[:, : self.kept]
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator)
-
-    def refit(self) -> Fit | None:
-        (found,) = refit_all([self])
-        return found
-
-    def error(self, rows: list[Tensor], down_HN: Tensor, held: bool = True) -> float:
-        """The sum over the tokens of one side, one token at a time."""
-        output_MH = outputs(self, rows, self.biases, down_HN)
-        side = [index for index, flag in enumerate(self.tokens.held_M.tolist()) if flag == held]
-        left_MH = output_MH - self.target_MH
-        return sum(float((self.tokens.weight_M[index] * left_MH[index]).square().sum()) for index in side)
-
-    @property
-    def unfitted_error(self) -> float:
-        return self.error(self.rows, self.down_HN)
-
-
-def refit_all(experts: list[Expert]) -> list[Fit | None]:
-    """Fit experts of one width together."""
-    rows_EOH = torch.stack([torch.cat(each.rows) for each in experts])
-    biases = [
-        torch.cat([rows_EOH.new_zeros(each.kept) if bias is None else bias for bias in each.biases])
-        for each in experts
-    ]
-    weights = Weights(rows_EOH, torch.stack(biases), torch.stack([each.down_HN for each in experts]))
-    sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
-    (inverse,) = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
-    found = refit_rows(weights, inverse, *sides, act)
-    down_EHN = refit_down(weights.down_EHN, [found.equations])
-    return [
-        Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
-        for rows_OH, down_HN, better in zip(found.rows_EOH, down_EHN, found.better_E.tolist(), strict=True)
-    ]
-
-
-def problem(experts: list[Expert], held: bool) -> Problem:
-    """One side of the tokens of experts, with rows of zeros behind those of experts that have fewer."""
-    sides = [each.tokens.held_M == held for each in experts]
-    x_EMH, weight_EM, target_EMH = (
-        torch.nn.utils.rnn.pad_sequence([values[side] for values, side in zip(each, sides, strict=True)], True)
-        for each in zip(*((each.tokens.x_MH, each.tokens.weight_M, each.target_MH) for each in experts), strict=True)
-    )
-    count_E = torch.tensor([int(side.sum()) for side in sides], device=x_EMH.device)
-    return Problem(Tokens(x_EMH, weight_EM, count_E), target_EMH)
-
-
-def outputs(expert: Expert, rows: list[Tensor], biases: list[Tensor | None], down_HN: Tensor) -> Tensor:
-    """``[M, H]``, projection by projection."""
-    parts = [
-        expert.tokens.x_MH.to(row.dtype) @ row.T + (0.0 if bias is None else bias)
-        for row, bias in zip(rows, biases, strict=True)
-    ]
-    return expert.act(torch.cat(parts, dim=-1)) @ down_HN.T
-
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS
+from tests.core.pruned_experts import Expert, Fit, Rows, outputs, refit_all
 
 # --- better on held-back tokens, or nothing
 
@@ -253,136 +132,6 @@ def test_weights_that_are_too_small_for_a_direction(factor: float):
     expert.down_HN = factor * expert.down_HN
     found = expert.refit()
     assert found is None or all(bool(each.isfinite().all()) for each in (*found.rows, found.down_HN))
-
-
-# --- the direction
-
-
-def linearised(expert: Expert):
-    """The weighted output for the fitted tokens as a function of all rows, and what it should add."""
-    side_M = ~expert.tokens.held_M
-    weight_M1 = expert.tokens.weight_M[side_M, None]
-
-    def weighted(rows_OH: Tensor) -> Tensor:
-        rows = list(rows_OH.split(expert.kept))
-        return weight_M1 * outputs(expert, rows, expert.biases, expert.down_HN)[side_M]
-
-    rows_OH = torch.cat(expert.rows)
-    return weighted, rows_OH, weight_M1 * expert.target_MH[side_M] - weighted(rows_OH)
-
-
-def step(expert: Expert, preconditioned: bool = True) -> Tensor:
-    bias_O = torch.cat(
-        [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
-    )
-    rows_OH, side = torch.cat(expert.rows), problem([expert], held=False)
-    weights = Weights(rows_OH[None], bias_O[None], expert.down_HN[None])
-    inverse = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
-    if preconditioned:
-        (inverse,) = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
-    changes = refit._gauss_newton_steps(refit._Rows.of(side, torch.float64), weights, inverse, expert.act)
-    return changes[-1][0] if changes else torch.zeros_like(rows_OH)
-
-
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [{}, {"biased": True}, {"gated": False}, {"gated": False, "biased": True}, {"kept": 1}, {"hidden": 1, "kept": 2}],
-    ids=str,
-)
-
-
-def preconditioned(expert: Expert, gradient_OH: Tensor) -> Tensor:
-    """``(L + lambda I)^-1 q (S + lambda I)^-1``, with sums over tokens one by one."""
-    inputs_HH, slopes_OO, parts = 0.0, 0.0, 1 + expert.gated
-    for x_H, weight, held in zip(*expert.tokens, strict=True):
-        if not held:
-            biases = [0.0 if bias is None else bias for bias in expert.biases]
-            h_O = torch.cat([row @ x_H + bias for row, bias in zip(expert.rows, biases, strict=True)]).requires_grad_()
-            (slope_O,) = torch.autograd.grad(expert.act(h_O[None]).sum(), h_O)
-            inputs_HH += weight**2 * torch.outer(x_H, x_H)
-            slopes_OO += weight**2 * x_H.square().mean() * torch.outer(slope_O, slope_O)
-    outputs_NN = expert.down_HN.T @ expert.down_HN
-    inverses = []
-    for matrix in (slopes_OO * outputs_NN.repeat(parts, parts), inputs_HH):
-        ridge = matrix.diagonal().mean() * len(matrix) / expert.fitted
-        inverses.append(torch.linalg.inv(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype)))
-    return inverses[0] @ gradient_OH @ inverses[1]
-
-
-@KINDS
-def test_first_step_equals_autograd(monkeypatch: pytest.MonkeyPatch, kind: dict):
-    """With ``q = J^T r`` and the preconditioned ``p``, the first step is ``p (q p) / |J p|^2``."""
-    monkeypatch.setattr(refit, "STEPS", 1)
-    monkeypatch.setattr(refit, "DAMPING", 0.0)
-    expert = Expert(**kind)
-    weighted, rows_OH, left_MH = linearised(expert)
-    _, gradient_OH = torch.autograd.functional.vjp(weighted, rows_OH, left_MH)
-    direction_OH = preconditioned(expert, gradient_OH)
-    _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, direction_OH)
-    expected_OH = direction_OH * (gradient_OH * direction_OH).sum() / change_MH.square().sum()
-    torch.testing.assert_close(step(expert), expected_OH, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_inputs_of_unequal_size_need_no_more_steps(monkeypatch: pytest.MonkeyPatch, seed: int):
-    """Without the factors, the steps follow the largest directions of hidden states, and need twice as many."""
-    expert = Expert(seed, hidden=6, fitted=200)
-    scale_H = torch.logspace(-0.5, 0.5, 6, dtype=torch.float64)
-    expert.tokens = expert.tokens._replace(x_MH=expert.tokens.x_MH * scale_H)
-    expert.rows = [each / scale_H for each in expert.rows]
-    weighted, rows_OH, left_MH = linearised(expert)
-    monkeypatch.setattr(refit, "DAMPING", 0.0)
-
-    def error(preconditioned: bool) -> float:
-        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert, preconditioned))
-        return float((left_MH - change_MH).square().sum())
-
-    with_factors = error(preconditioned=True)
-    monkeypatch.setattr(refit, "STEPS", 2 * refit.STEPS)
-    assert with_factors < error(preconditioned=False)
-
-
-def test_matrices_of_several_calls_are_factorized_together():
-    """And one that has no inverse leaves the directions of its expert as they are."""
-    parts = [
-        Factors(*(4.0 * torch.eye(size, dtype=torch.float64)[None] for size in (3, 2))),
-        Factors(torch.full((1, 3, 3), torch.nan, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)[None]),
-    ]
-    for factor, inverse in zip((0.5, 1.0), inverse_factors(parts), strict=True):
-        for matrix_1AA, size in zip(inverse, (3, 2), strict=True):
-            torch.testing.assert_close(matrix_1AA, factor * torch.eye(size, dtype=torch.float64)[None])
-
-
-@KINDS
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-def test_many_steps_equal_least_squares_of_the_jacobian(monkeypatch: pytest.MonkeyPatch, kind: dict, damping: float):
-    """With rows of the damping below the explicit Jacobian, ``mu`` relative to the mean of its squared columns."""
-    monkeypatch.setattr(refit, "STEPS", 400)
-    monkeypatch.setattr(refit, "DAMPING", damping)
-    expert = Expert(**kind)
-    weighted, rows_OH, left_MH = linearised(expert)
-    jacobian = torch.autograd.functional.jacobian(weighted, rows_OH).reshape(left_MH.numel(), rows_OH.numel())
-    strength = (damping * jacobian.square().sum(0).mean()).sqrt()
-    system = torch.cat([jacobian, strength * torch.eye(rows_OH.numel(), dtype=torch.float64)])
-    target = torch.cat([left_MH.flatten(), torch.zeros(rows_OH.numel(), dtype=torch.float64)])
-    expected = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution
-    torch.testing.assert_close(step(expert), expected.reshape(rows_OH.shape), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_each_step_of_conjugate_gradients_fits_the_linearised_output_better(
-    monkeypatch: pytest.MonkeyPatch, gated: bool
-):
-    monkeypatch.setattr(refit, "DAMPING", 0.0)
-    expert = Expert(gated=gated)
-    weighted, rows_OH, left_MH = linearised(expert)
-    errors = []
-    for steps in range(6):
-        monkeypatch.setattr(refit, "STEPS", steps)
-        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert))
-        errors.append(float((left_MH - change_MH).square().sum()))
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] == pytest.approx(float(left_MH.square().sum()))
 
 
 # --- what must not matter
@@ -583,7 +332,7 @@ def test_experts_do_not_change_each_other(
     if bad < len(experts) and len(experts[bad].tokens.x_MH):
         experts[bad].tokens.x_MH[0] = torch.nan
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(refit, "STEPS", 3)
+        patched.setattr(gauss_newton, "STEPS", 3)
         found = refit_all(experts)
         for expert, fit in zip(experts, found, strict=True):
             assert_same(fit, expert.refit())
