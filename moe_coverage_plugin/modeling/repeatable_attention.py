@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional
 
+# its only setting is a property of the module's class, which type checkers do not find
+MEMORY: Any = torch.utils.deterministic
+
 
 @contextmanager
 def repeatable_attention() -> Iterator[None]:
@@ -55,12 +58,12 @@ class _Settings(NamedTuple):
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
+            MEMORY.fill_uninitialized_memory,
         )
 
     def apply(self) -> None:
         torch.use_deterministic_algorithms(self.enabled, warn_only=self.warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = self.fill_memory
+        MEMORY.fill_uninitialized_memory = self.fill_memory
 
 
 REPEATABLE = _Settings(enabled=True, warn_only=False, fill_memory=False)
