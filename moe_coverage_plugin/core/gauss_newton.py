@@ -57,12 +57,12 @@ class Weights(NamedTuple):
 
     Attributes:
         rows_EOH: of ``gate_proj`` and ``up_proj``, one below the other ``[E, 2N, H]``, or of ``up_proj`` alone.
-        bias_EO: of these rows, zero if there is none; it is unchanged.
+        bias_EO: of these rows, or ``None``; it is unchanged.
         down_EHN: columns of ``down_proj``, already fitted.
     """
 
     rows_EOH: Tensor
-    bias_EO: Tensor
+    bias_EO: Tensor | None
     down_EHN: Tensor
 
     @property
@@ -182,16 +182,17 @@ def _conjugate_gradients(linear: _Linear, residual_EOH: Tensor, inverse: Factors
     square_E11 = _inner(residual_EOH, direction_EOH)
     changes, going_E11 = [torch.zeros_like(residual_EOH)], torch.ones_like(square_E11, dtype=torch.bool)
     for _ in range(STEPS):
-        product_EOH = linear.normal(direction_EOH) + damping_E11 * direction_EOH
+        product_EOH = torch.addcmul(linear.normal(direction_EOH), damping_E11, direction_EOH)
         curvature_E11 = _inner(direction_EOH, product_EOH)
         # an expert that arrived, or underflows, stays where it is
         going_E11 = going_E11 & (curvature_E11 > 0)
         length_E11 = (square_E11 / curvature_E11).where(going_E11, 0.0)
-        changes.append(changes[-1] + length_E11 * direction_EOH)
-        residual_EOH = residual_EOH - length_E11 * product_EOH
+        changes.append(torch.addcmul(changes[-1], length_E11, direction_EOH))
+        residual_EOH = torch.addcmul(residual_EOH, length_E11, product_EOH, value=-1)
         preconditioned_EOH = _precondition(residual_EOH, inverse)
         square_E11, last_E11 = _inner(residual_EOH, preconditioned_EOH), square_E11
-        direction_EOH = preconditioned_EOH + (square_E11 / last_E11).where(last_E11 > 0, 0.0) * direction_EOH
+        ratio_E11 = (square_E11 / last_E11).where(last_E11 > 0, 0.0)
+        direction_EOH = torch.addcmul(preconditioned_EOH, ratio_E11, direction_EOH)
     return changes[1:]
 
 
@@ -204,9 +205,10 @@ def _inner(one_EOH: Tensor, other_EOH: Tensor) -> Tensor:
     return (one_EOH * other_EOH).sum((1, 2), keepdim=True)
 
 
-def activation_inputs(x_EMH: Tensor, rows_EOH: Tensor, bias_EO: Tensor) -> Tensor:
+def activation_inputs(x_EMH: Tensor, rows_EOH: Tensor, bias_EO: Tensor | None) -> Tensor:
     """Inputs ``[E, M, O]`` of the activation; exact products if both are in bfloat16, as in a model of that dtype."""
-    return wide_product(x_EMH, rows_EOH.mT).add_(bias_EO[:, None])
+    h_EMO = wide_product(x_EMH, rows_EOH.mT)
+    return h_EMO if bias_EO is None else h_EMO.add_(bias_EO[:, None])
 
 
 class _Linear(NamedTuple):
@@ -228,14 +230,14 @@ class _Linear(NamedTuple):
         return self.slope_EMO.unflatten(2, (-1, self.outputs_ENN.shape[1]))
 
     def backward(self, gradient_EMN: Tensor) -> Tensor:
-        """``J^T`` times what has been multiplied by the columns."""
-        gradient_EMUN = self._projections * gradient_EMN.to(self.x_EMH.dtype)[:, :, None]
+        """``J^T`` times what has been multiplied by the columns, in the dtype of the operands."""
+        gradient_EMUN = self._projections * gradient_EMN[:, :, None]
         return wide_product(gradient_EMUN.flatten(2).mT, self.x_EMH)
 
     def normal(self, change_EOH: Tensor) -> Tensor:
         """``J^T J`` times a change of the rows."""
         dtype = self.x_EMH.dtype
-        h_EMUN = rounded_product(self.x_EMH, change_EOH.mT, dtype).to(dtype).view_as(self._projections)
+        h_EMUN = rounded_product(self.x_EMH, change_EOH.mT, dtype).view_as(self._projections)
         return self.backward(rounded_product(h_EMUN.mul_(self._projections).sum(2), self.outputs_ENN, dtype))
 
     def norms(self) -> Tensor:

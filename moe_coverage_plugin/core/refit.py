@@ -8,8 +8,7 @@ choose after which step the change is taken, and whether by half or in full
 columns of ``down_proj`` are then solved for again, with a ridge that the held-back tokens choose.
 
 Experts of one width are fitted together. Errors are computed in float32, columns in float64. Tokens in 16 bits have
-lost more by rounding than TF32 loses: for them, both are computed in TF32 on a GPU, and errors of tokens in bfloat16
-from operands in bfloat16, as in a model of that dtype.
+lost more by rounding than TF32 loses: for them, both are computed in TF32 on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from moe_coverage_plugin.core.gauss_newton import (
     activation_inputs,
     gauss_newton_steps,
 )
-from moe_coverage_plugin.core.products import SIXTEEN_BITS, rounded_product, tf32_products
+from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products, wide_product
 from moe_coverage_plugin.core.reconstruction import best_fit, best_ridge, inverse_with_ridge
 
 LENGTHS = (0.5, 1.0)
@@ -121,10 +120,10 @@ def _best_change(held: Rows, weights: Weights, changes: list[Tensor], act: Activ
         ``[E]``: the index among all lengths of the first change, then of the second, and so on; and whether the error
         is lower with it.
     """
-    operands = held.x_EMH.dtype
+    down_EHN = weights.down_EHN.to(held.target_EMH.dtype)
 
     def error(h_EMO: Tensor) -> Tensor:
-        left_EMH = rounded_product(act(h_EMO), weights.down_EHN.mT, operands).sub_(held.target_EMH)
+        left_EMH = torch.baddbmm(held.target_EMH, act(h_EMO), down_EHN.mT, beta=-1)
         norms_EM1 = torch.linalg.vector_norm(left_EMH, dim=-1, keepdim=True)
         return (held.weight_EM1 * norms_EM1).square().sum((1, 2), dtype=torch.float64)
 
@@ -132,7 +131,7 @@ def _best_change(held: Rows, weights: Weights, changes: list[Tensor], act: Activ
     before_E, gains = error(old_EMO), []
     for change_EOH in changes:
         # inputs of the activation are linear in the rows
-        change_EMO = rounded_product(held.x_EMH, change_EOH.mT, operands)
+        change_EMO = wide_product(held.x_EMH, change_EOH.to(held.x_EMH.dtype).mT)
         gains += [before_E - error(torch.add(old_EMO, change_EMO, alpha=length)) for length in LENGTHS]
     return best_fit(torch.stack(gains))
 

@@ -264,15 +264,11 @@ def _kept_weights(layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down
     for kept_N, index in zip(kept_EN, experts, strict=True):
         with ExpertFunction(layer, index) as function:
             rows.append(torch.cat([linear.weight[kept_N] for linear in function.inputs]))
-            biases.append(
-                torch.cat(
-                    [
-                        rows[-1].new_zeros(len(kept_N)) if each.bias is None else each.bias[kept_N]
-                        for each in function.inputs
-                    ]
-                )
-            )
-    return Weights(torch.stack(rows), torch.stack(biases), down_EHN)
+            found = [None if linear.bias is None else linear.bias[kept_N] for linear in function.inputs]
+            if any(each is not None for each in found):
+                zeros_N = rows[-1].new_zeros(len(kept_N))
+                biases.append(torch.cat([zeros_N if each is None else each for each in found]))
+    return Weights(torch.stack(rows), torch.stack(biases) if biases else None, down_EHN)
 
 
 def _problem(layer: MoELayer, experts: Sequence[int], tokens: Tokens) -> Problem:

@@ -87,11 +87,10 @@ class Expert:
 def refit_all(experts: list[Expert]) -> list[Fit | None]:
     """Fit experts of one width together."""
     rows_EOH = torch.stack([torch.cat(each.rows) for each in experts])
-    biases = [
-        torch.cat([rows_EOH.new_zeros(each.kept) if bias is None else bias for bias in each.biases])
-        for each in experts
-    ]
-    weights = Weights(rows_EOH, torch.stack(biases), torch.stack([each.down_HN for each in experts]))
+    biases = [torch.cat([bias for bias in each.biases if bias is not None]) for each in experts if each.biased]
+    weights = Weights(
+        rows_EOH, torch.stack(biases) if experts[0].biased else None, torch.stack([each.down_HN for each in experts])
+    )
     sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
     (inverse,) = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
     found = refit_rows(weights, inverse, *sides, act)

@@ -25,11 +25,9 @@ def linearised(expert: Expert):
 
 
 def step(expert: Expert, preconditioned: bool = True) -> Tensor:
-    bias_O = torch.cat(
-        [torch.zeros(expert.kept, dtype=torch.float64) if bias is None else bias for bias in expert.biases]
-    )
+    biases = [bias for bias in expert.biases if bias is not None]
     rows_OH, side = torch.cat(expert.rows), problem([expert], held=False)
-    weights = Weights(rows_OH[None], bias_O[None], expert.down_HN[None])
+    weights = Weights(rows_OH[None], torch.cat(biases)[None] if biases else None, expert.down_HN[None])
     inverse = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
     if preconditioned:
         (inverse,) = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
