@@ -213,12 +213,18 @@ def test_gradients_of_attention_are_repeatable(family, monkeypatch: pytest.Monke
         switch(mode, **options)
 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", record)
-    observe(family, token_batches(samples=4, length=20), {"channel_metric": "fisher"}, batch_size=2)
+    # AutoRound switches it on for the process
+    before = torch.are_deterministic_algorithms_enabled()
+    switch(False)
+    try:
+        observe(family, token_batches(samples=4, length=20), {"channel_metric": "fisher"}, batch_size=2)
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        switch(before)
     config = open_stock(family).config
     # attention of other implementations consists of products here
     kernels = config.num_hidden_layers if config._attn_implementation == "sdpa" else 0
     assert switched.count(True) == 2 * kernels
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_layers_without_gradients_are_an_error(family, monkeypatch):
