@@ -123,16 +123,19 @@ class GradientObserver:
     def _on_output_moments(self, routing: Routing, active_M: Tensor, grad_MH: Tensor) -> None:
         """Add the second moments of the gradients at the outputs of active experts.
 
-        The gradients of a token's experts are one vector times their routing weights, so one row per token is enough.
+        The gradients of a token's experts are one vector times their routing weights, so one row per token is enough:
+        that of its largest weight, which was rounded least.
         """
-        weights_M = routing.routing_weights_M.masked_fill(~active_M, 0)
-        tokens = len(weights_M) // self.layer.top_k
-        norm_T = routing.over_slots(weights_M.square(), tokens).sqrt()
-        unit_M = weights_M / norm_T.clamp(min=torch.finfo(weights_M.dtype).tiny)[routing.tokens_M]
         output_HH = self.sums["output_HH"]
-        # not by the factor of zero alone, which leaves an infinite gradient NaN
-        unit_MH = (grad_MH * unit_M[:, None]).masked_fill_(~active_M[:, None], 0)
-        grad_TH = routing.over_slots(unit_MH.to(output_HH.dtype), tokens)
+        tokens = len(grad_MH) // self.layer.top_k
+        weights_M = routing.routing_weights_M.to(output_HH.dtype).masked_fill(~active_M, 0)
+        weights_KT = routing.by_slot(weights_M, tokens)
+        largest_T, slot_T = weights_KT.abs().max(0)
+        rows_KT = routing.by_slot(torch.arange(len(grad_MH), device=grad_MH.device), tokens)
+        norm_T = torch.linalg.vector_norm(weights_KT, dim=0)
+        grad_TH = grad_MH[rows_KT.gather(0, slot_T[None])[0]].to(output_HH.dtype) * (norm_T / largest_T)[:, None]
+        # not by a factor of zero, which leaves an infinite gradient NaN
+        grad_TH.masked_fill_((largest_T == 0)[:, None], 0)
         # gradients in 16 bits were rounded more than their sums over slots are in TF32
         with tf32_products(grad_MH.dtype in SIXTEEN_BITS):
             output_HH.addmm_(grad_TH.T, grad_TH)

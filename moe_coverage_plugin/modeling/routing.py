@@ -61,7 +61,11 @@ class Routing:
             rows_M: ``[M, ...]``.
             tokens: number of tokens of the batch.
         """
-        return torch.empty_like(rows_M).index_copy_(0, self.places_M, rows_M).unflatten(0, (-1, tokens)).sum(0)
+        return self.by_slot(rows_M, tokens).sum(0)
+
+    def by_slot(self, rows_M: Tensor, tokens: int) -> Tensor:
+        """Order rows by slot, then by token, ``[K, T, ...]``; arguments are those of :meth:`over_slots`."""
+        return torch.empty_like(rows_M).index_copy_(0, self.places_M, rows_M).unflatten(0, (-1, tokens))
 
 
 def _count_sorted(ids_M: Tensor, experts: int) -> Tensor:
