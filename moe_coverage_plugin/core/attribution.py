@@ -67,7 +67,7 @@ def expert_contributions(z_MH: Tensor, routing_weight_M: Tensor, y_TH: Tensor, t
     for rows_MH, tokens_M in zip(z_MH.split(CHUNK_ROWS), token_M.split(CHUNK_ROWS), strict=True):
         rows_MH = _at_least_float32(rows_MH)
         dots.append((rows_MH * y_TH[tokens_M]).sum(-1, dtype=torch.float64))
-        norms.append(torch.linalg.vector_norm(rows_MH, dim=-1).double().square())
+        norms.append(rows_MH.square().sum(-1, dtype=torch.float64))
     routing_weight_M = routing_weight_M.double()
     return ExpertContributions(
         routing_weight_M * torch.cat(dots) * inverse_M, routing_weight_M.square() * torch.cat(norms) * inverse_M
