@@ -184,10 +184,7 @@ class TensorCores(TorchDispatchMode):
 @pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_on_tensor_cores_fit_as_well(gated: bool, tokens: torch.dtype):
-    """Whole fits of 16-bit tokens are in TF32, of others the directions only.
-
-    The mean says whether rounding costs anything; an expert for which two steps are equally good may choose the other.
-    """
+    """Whole fits of 16-bit tokens are in TF32, of others the directions only."""
     experts = [Expert(seed, gated, hidden=24, channels=48, kept=32, fitted=400, held=130) for seed in range(16)]
     for each in experts:
         each.rows, each.down_HN = [row.float() for row in each.rows], each.down_HN.float()
@@ -202,9 +199,9 @@ def test_products_on_tensor_cores_fit_as_well(gated: bool, tokens: torch.dtype):
         assert other is not None
         assert not torch.equal(one.down_HN, other.down_HN)
         error = [expert.error([row.double() for row in fit.rows], fit.down_HN.double()) for fit in (one, other)]
+        assert error[0] == pytest.approx(error[1], rel=1e-3)
         changes.append(error[0] / error[1] - 1)
     assert abs(sum(changes) / len(changes)) < 2e-4
-    assert max(map(abs, changes)) < 5e-3
 
 
 @pytest.mark.parametrize("seed", range(4))
