@@ -124,7 +124,7 @@ class GradientObserver:
         """Add the second moments of the gradients at the outputs of active experts.
 
         The gradients of a token's experts are one vector times their routing weights, so one row per token is enough:
-        that of its largest weight, which was rounded least.
+        that of its largest weight.
         """
         output_HH = self.sums["output_HH"]
         tokens = len(grad_MH) // self.layer.top_k
@@ -136,7 +136,7 @@ class GradientObserver:
         grad_TH = grad_MH[rows_KT.gather(0, slot_T[None])[0]].to(output_HH.dtype) * (norm_T / largest_T)[:, None]
         # not by a factor of zero, which leaves an infinite gradient NaN
         grad_TH.masked_fill_((largest_T == 0)[:, None], 0)
-        # gradients in 16 bits were rounded more than their sums over slots are in TF32
+        # gradients in 16 bits were rounded more than TF32 rounds them
         with tf32_products(grad_MH.dtype in SIXTEEN_BITS):
             output_HH.addmm_(grad_TH.T, grad_TH)
 

@@ -25,15 +25,18 @@ def inverse_factor(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tens
         ``[E, A, A]``, zero below the diagonal, and ``[E]``: whether ``M`` is positive definite, without which the
         factor means nothing.
     """
-    inverse_EAA = matrix_EAA.flip(-2, -1)
-    solved_E = _invert(inverse_EAA, matrix_EAA.zero_(), block)
-    del inverse_EAA
-    return matrix_EAA.flip(-2, -1), solved_E
+    reversed_EAA, inverse_EAA = matrix_EAA.flip(-2, -1), matrix_EAA.zero_()
+    solved_E = _invert(reversed_EAA, inverse_EAA, block)
+    del reversed_EAA
+    return inverse_EAA.flip(-2, -1), solved_E
 
 
 @torch.no_grad()
 def inverse_cholesky(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Lower triangular ``W = L^-1`` for ``M = L L^T``, so that ``W^T W = M^-1``; see :func:`inverse_factor`."""
+    """Lower triangular ``W = L^-1`` for ``M = L L^T``, so that ``W^T W = M^-1``; otherwise :func:`inverse_factor`.
+
+    ``M`` is overwritten.
+    """
     inverse_EAA = torch.zeros_like(matrix_EAA)
     return inverse_EAA, _invert(matrix_EAA, inverse_EAA, block)
 

@@ -246,7 +246,7 @@ def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tenso
         fitted, held = (_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most))
         refits[number] = refit_rows(weights[number], inverse, fitted, held, act)
     rows = [refits[number].rows_EOH if number in refits else each.rows_EOH for number, each in enumerate(weights)]
-    # an expert without rows that are better keeps its columns as they are
+    # experts of parts with too few tokens keep their weights
     better_E, new_EHN = torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device), down_EHN.clone()
     if refits:
         places_D = torch.cat([torch.arange(len(experts))[parts[number]] for number in refits]).to(down_EHN.device)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.factors import inverse_cholesky, inverse_factor
 
+SIZES = pytest.mark.parametrize(("size", "block"), [(1, 256), (7, 3), (32, 32), (65, 16), (300, 256)])
+
 
 def matrices(size: int, damping: float = 1e-2, spread: float = 2.0) -> Tensor:
     """Three symmetric matrices ``[3, A, A]`` whose diagonals span ``10^(2 spread)``, in float64."""
@@ -20,7 +22,7 @@ def matrices(size: int, damping: float = 1e-2, spread: float = 2.0) -> Tensor:
     return found_EAA
 
 
-@pytest.mark.parametrize(("size", "block"), [(1, 256), (7, 3), (32, 32), (65, 16), (300, 256)])
+@SIZES
 def test_the_product_of_factors_is_the_inverse(size: int, block: int):
     matrix_EAA = matrices(size)
     factor_EAA, solved_E = inverse_factor(matrix_EAA.clone(), block)
@@ -29,7 +31,7 @@ def test_the_product_of_factors_is_the_inverse(size: int, block: int):
     torch.testing.assert_close(factor_EAA, torch.linalg.cholesky(matrix_EAA.inverse(), upper=True))
 
 
-@pytest.mark.parametrize(("size", "block"), [(1, 256), (7, 3), (32, 32), (65, 16), (300, 256)])
+@SIZES
 def test_inverses_of_cholesky_factors(size: int, block: int):
     matrix_EAA = matrices(size)
     inverse_EAA, solved_E = inverse_cholesky(matrix_EAA.clone(), block)
