@@ -1,4 +1,4 @@
-"""Functions that run in the engine's process: they fill weights with random numbers, count bytes and record routing.
+"""Functions that run in the engine's process: they fill weights with random numbers, count bytes and routed tokens.
 
 They are passed to ``LLM.apply_model`` and ``LLM.collective_rpc``.
 """
@@ -14,6 +14,9 @@ NIBBLE_DEVIATION = 4.18
 """Standard deviation of packed values: -7 to 7, 0 twice as likely as any other. Also used for 8-bit floats."""
 
 SMALL_BYTES = 2**20
+
+RAGGED_METHOD = "RaggedExpertsMethod"
+"""The class that runs the experts of ragged checkpoints."""
 
 
 @torch.inference_mode()
@@ -121,3 +124,36 @@ def _recording(router: Any, tokens: int) -> Any:
         return weights_TK, ids_TK
 
     return select
+
+
+def count_tokens(model: torch.nn.Module) -> None:
+    """Make every layer of ragged experts count the tokens that are routed to each expert, from now on.
+
+    A captured graph does not count when it is replayed.
+    """
+    for method in _ragged_methods(model):
+        method.apply = _counting(method)
+
+
+def counted_tokens(model: torch.nn.Module) -> dict[str, dict[str, list[int]]]:
+    """For each layer, the channels that this rank holds of every expert, and the tokens that were routed to it."""
+    return {
+        method.name: {"widths": list(method.storage.local.widths_E), "tokens": method.tokens_E.tolist()}
+        for method in _ragged_methods(model)
+    }
+
+
+def _ragged_methods(model: torch.nn.Module) -> list[Any]:
+    routed = (module for name, module in model.named_modules() if name.endswith("routed_experts"))
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in routed]
+    return [method for method in methods if type(method).__name__ == RAGGED_METHOD]
+
+
+def _counting(method: Any) -> Any:
+    apply, method.tokens_E = method.apply, torch.zeros(len(method.widths_E), dtype=torch.int64)
+
+    def count(layer: Any, x: Any, topk_weights: Any, topk_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        method.tokens_E += torch.bincount(topk_ids.flatten().long().cpu(), minlength=len(method.tokens_E))
+        return apply(layer, x, topk_weights, topk_ids, *args, **kwargs)
+
+    return count

@@ -1,4 +1,4 @@
-"""Writes the section of RESULTS.md about serving from measured files."""
+"""Writes the sections of RESULTS.md about serving from measured files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ are the same with a quarter of the expert channels removed.
 {BEGIN}
 {END}
 """
+RANKS_NAME = "expert ranks"
+RANKS_BEGIN, RANKS_END = markers(RANKS_NAME)
+RANKS_INTRODUCTION = f"""## Ranks of expert parallelism
+
+Written by `python -m benchmarks.serving.expert_ranks --render`. Calibrated checkpoints, served over several ranks that
+hold entire experts; every rank counted its bytes and the tokens that were routed to its experts.
+
+{RANKS_BEGIN}
+{RANKS_END}
+"""
 
 
 def write_results(files: Sequence[Path], path: Path) -> None:
@@ -35,12 +45,49 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
 
 
+def write_expert_ranks(files: Sequence[Path], path: Path) -> None:
+    """Write the tables of runs of ``benchmarks.serving.expert_ranks`` between their markers of ``path``.
+
+    Raises:
+        CoverageError: if the page has no markers.
+    """
+    sections = [expert_ranks_section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    write_between(path, RANKS_NAME, RANKS_INTRODUCTION, "\n\n".join(sections))
+
+
+def expert_ranks_section(record: dict[str, Any]) -> str:
+    """What each rank held and computed, and the ratios of the busiest rank to the mean, as Markdown."""
+    head = [
+        f"Card: {record['environment']['card']}, {record['ranks']} ranks.",
+        *software(record),
+        f"Tokens: {record['tokens']:,}.",
+    ]
+    ranks = {
+        f"rank {rank}": {kind: f"{value:,}" for kind, value in row.items()}
+        for rank, row in enumerate(record["by_rank"])
+    }
+    titles = {"counted": "counted", "expected": "expected of calibration", "by_number": "counted, vLLM's placement"}
+    names = {"tokens": "routed tokens", "work": "channels times tokens"}
+    balance = {
+        title: {
+            f"busiest rank of each layer / mean: {names[load]}": f"{row[kind]:.3f}"
+            for load, row in record["ratios"].items()
+        }
+        for kind, title in titles.items()
+    }
+    return "\n\n".join(("\n".join(f"- {line}" for line in head), _table(ranks), _table(balance)))
+
+
 def machine(record: dict[str, Any]) -> list[str]:
     """Card, versions, command and seed of a record."""
-    environment = record["environment"]
+    return [f"Card: {record['environment']['card']}{_ranks(record['request'])}.", *software(record)]
+
+
+def software(record: dict[str, Any]) -> list[str]:
+    """Versions, command and seed of a record."""
+    versions = record["environment"]["versions"]
     return [
-        f"Card: {environment['card']}{_ranks(record['request'])}.",
-        f"Versions: {', '.join(f'{package} {version}' for package, version in environment['versions'].items())}.",
+        f"Versions: {', '.join(f'{package} {version}' for package, version in versions.items())}.",
         f"Command: `{record['command']}`",
         f"Seed: {record['seed']}.",
     ]

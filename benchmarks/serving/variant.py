@@ -32,7 +32,6 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 64, 256)
 DECODE_REPETITIONS = 3
 PREFILL_REPETITIONS = 15
 ROUTED_TOKENS = 64
-RAGGED_METHOD = "RaggedExpertsMethod"
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def check_method(ragged: bool, found: list[str]) -> None:
     Raises:
         CoverageError: if other methods run the experts.
     """
-    if ragged != (found == [RAGGED_METHOD]):
+    if ragged != (found == [parameters.RAGGED_METHOD]):
         raise CoverageError(
             f"the experts of a {'ragged' if ragged else 'stock'} checkpoint are run by {', '.join(found)}: install "
             "this package into vLLM's environment, and add it to VLLM_PLUGINS if that is set"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.serving.render import section
+from benchmarks.serving.render import expert_ranks_section, section
 
 
 def figures(
@@ -60,3 +60,19 @@ def test_kinds_of_ranks_are_named():
         assert f"- Card: a card, tensor parallelism over {expected}" in section(RECORD | {"request": request})
     # measured before the option existed
     assert "over 2 of them." in section(RECORD | {"request": RECORD["request"] | {"tensor_parallel_size": 2}})
+
+
+def test_counts_of_ranks_are_rendered():
+    load = {"counted": 1.25, "expected": 1.0, "by_number": 1.5}
+    record = {
+        **{key: RECORD[key] for key in ("command", "seed", "environment")},
+        "ranks": 2,
+        "tokens": 8192,
+        "by_rank": [{"bytes of experts": 1000, "experts": 3}, {"bytes of experts": 900, "experts": 2}],
+        "ratios": {"tokens": load, "work": load | {"counted": 1.125}},
+    }
+    lines = [" ".join(line.split()) for line in expert_ranks_section(record).splitlines()]
+    assert "- Card: a card, 2 ranks." in lines
+    assert "- Tokens: 8,192." in lines
+    assert "| bytes of experts | 1,000 | 900 |" in lines
+    assert "| busiest rank of each layer / mean: channels times tokens | 1.125 | 1.000 | 1.500 |" in lines

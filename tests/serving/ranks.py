@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from benchmarks.serving.parameters import count_tokens, counted_tokens
 from tests import processes
 from tests.serving.engine import REPOSITORY, expected_logprobs, open_engine
 
@@ -40,6 +41,12 @@ class RankProbe:
         parameters = dict(self.model_runner.get_model().named_parameters())
         experts = sum(p.nbytes for name, p in parameters.items() if "routed_experts" in name)
         return experts, sum(p.nbytes for name, p in parameters.items() if ".layers." in name)
+
+    def count_tokens(self) -> None:
+        count_tokens(self.model_runner.get_model())
+
+    def counted_tokens(self) -> dict[str, dict[str, list[int]]]:
+        return counted_tokens(self.model_runner.get_model())
 
 
 def fork_workers() -> None:
@@ -142,7 +149,7 @@ def main() -> None:
 
 
 def outputs(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What an engine on a checkpoint generates, and bytes of its ranks."""
+    """What an engine on a checkpoint generates, bytes of its ranks, and the tokens that they count without graphs."""
     from vllm.platforms import current_platform
 
     number = int(os.environ.get("VLLM_DP_RANK", "0"))
@@ -150,13 +157,15 @@ def outputs(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     if current_platform.is_cpu() and options.get("pipeline_parallel_size", 1) > 1:
         llm.collective_rpc("allocate_what_stages_exchange")
     prompt_ids = prompts(path)[number]
+    llm.collective_rpc("count_tokens")
     found = generate(llm, prompt_ids, number)
+    counted = llm.collective_rpc("counted_tokens")
     # the tokens that were decoded one by one, now as part of a prompt
     as_prompt = generate(llm, prompt_ids + found["tokens"], number)["prompt_logprobs"]
     found["logprobs_as_prompt"] = as_prompt[len(prompt_ids) - 1 :]
     if not current_platform.is_cpu():
         found["logprobs_in_crowd"] = in_crowd(llm, prompt_ids)
-    result = {"output": found, "bytes_held": llm.collective_rpc("bytes_held")}
+    result = {"output": found, "bytes_held": llm.collective_rpc("bytes_held"), "counted": counted}
     llm.llm_engine.engine_core.shutdown()
     return result
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.serving import __main__ as benchmark
+from benchmarks.serving import expert_ranks
 from benchmarks.serving.__main__ import last_error
 from benchmarks.serving.checkpoints import BLOCKS, FULL, SMALL, VARIANTS, random_widths, write_checkpoint
 from benchmarks.serving.parameters import NIBBLE_DEVIATION, fill_at_random, fill_packed, parameter_bytes
@@ -155,6 +156,46 @@ def test_ratios_are_ours_over_stock_of_what_ran() -> None:
     assert len(lines) == 5
     assert lines[2].split() == ["decode", "tokens/s,", "batch", "64", "1.250"]
     assert lines[-1] == "stock16: OutOfMemoryError: no room"
+
+
+def test_ratios_of_ranks_are_those_of_their_busiest_layers() -> None:
+    """Two layers of three experts on two ranks, the last expert removed."""
+    names = ["layers.0", "layers.1"]
+    manifest = Manifest(
+        "ragged",
+        8,
+        {"layers.0": [8, 4, 0], "layers.1": [4, 4, 8]},
+        tokens={"layers.0": [1, 2, 0], "layers.1": [1, 1, 2]},
+    )
+    tokens = {"layers.0": [10, 30, 0], "layers.1": [20, 0, 20]}
+    held = [{"layers.0": [8, 0, 0], "layers.1": [0, 4, 8]}, {"layers.0": [0, 4, 0], "layers.1": [4, 0, 0]}]
+    counts = [{name: {"widths": rank[name], "tokens": tokens[name]} for name in names} for rank in held]
+    assert expert_ranks.by_rank(counts, [100, 50]) == [
+        {"bytes of experts": 100, "experts": 3, "routed tokens": 30, "channels times tokens": 240},
+        {"bytes of experts": 50, "experts": 2, "routed tokens": 50, "channels times tokens": 200},
+    ]
+    assert expert_ranks.ratios(counts, manifest) == {
+        # busiest ranks: 30 and 20 of 80; 2 and 3 of 7; of experts 0 and 1 together: 40 and 20
+        "tokens": {"counted": 50 * 2 / 80, "expected": 5 * 2 / 7, "by_number": 60 * 2 / 80},
+        "work": {"counted": 280 * 2 / 440, "expected": 28 * 2 / 40, "by_number": 360 * 2 / 440},
+    }
+    counts[1]["layers.1"]["widths"] = [4, 4, 0]
+    with pytest.raises(AssertionError, match="not every expert is on one rank"):
+        expert_ranks.ratios(counts, manifest)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [(None, "has no experts of unequal width"), ({"layers.0": [8, 4]}, "lacks calibration tokens")],
+)
+def test_checkpoints_without_counts_stop_before_an_engine_starts(
+    entry: dict[str, list[int]] | None, message: str, tmp_path: Path
+) -> None:
+    manifest = None if entry is None else Manifest("ragged", 8, entry)
+    quantization = {} if manifest is None else {"quantization_config": {CONFIG_KEY: manifest.to_entry()}}
+    (tmp_path / "config.json").write_text(json.dumps(quantization))
+    with pytest.raises(CoverageError, match=message):
+        expert_ranks.measure(SimpleNamespace(checkpoint=tmp_path))  # pyright: ignore[reportArgumentType]  # stops first
 
 
 def test_last_error_of_a_log_is_its_cause() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 from pathlib import Path
@@ -24,7 +25,7 @@ from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, open_engine
-from tests.serving.ranks import finish, generate, prompts, start
+from tests.serving.ranks import TOKENS, finish, generate, prompts, start
 
 pytestmark = pytest.mark.engine
 
@@ -85,6 +86,21 @@ def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
         shown = _summary(read_checkpoint(path))["expert_parallel"]
         assert 2 in shown["legal"]
         assert [each["bytes"] for ranks, each in shown["balance"].items() if ranks == "2"] in ([ratio], [])
+        assert_counted(path, each["counted"])
+
+
+def assert_counted(path: Path, counted: list[dict[str, dict[str, list[int]]]]) -> None:
+    """Every expert is on one rank, entire, and all ranks see each token of the prompt and of the answer."""
+    manifest = Manifest.from_checkpoint(path)
+    assert manifest is not None
+    config = json.loads((path / "config.json").read_text())
+    for name, widths_E in manifest.widths.items():
+        one, two = (each[name] for each in counted)
+        assert [sorted(pair) for pair in zip(one["widths"], two["widths"], strict=True)] == [[0, w] for w in widths_E]
+        assert one["tokens"] == two["tokens"]
+        # the last token of the answer is not computed with
+        tokens = len(prompts(path)[0]) + TOKENS - 1
+        assert sum(one["tokens"]) == tokens * config["num_experts_per_tok"]
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(3, {}), (2, {"enable_expert_parallel": True})])
