@@ -18,7 +18,7 @@ from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.modifiers.reconstruction_pass import FACTORIZED, REFIT_BYTES
+from moe_coverage_plugin.modifiers.reconstruction_pass import FACTORIZED, REFIT_BYTES, REFITTED
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
 SPARSITY, GROUP = 0.25, 128
@@ -260,7 +260,7 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
         "interactions: matrices of 64 experts, `80 * 64 I^2`": interaction_bytes(config),
         "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
         "reconstruction: factors of 8 experts, `8 * 16 (H^2 + 4 I^2)`": factor_bytes(config),
-        "reconstruction: tokens of 2 experts, at most": REFIT_BYTES,
+        f"reconstruction: tokens of {REFITTED} experts, at most": REFIT_BYTES,
         "GPTQ: matrices of 32 experts, `32 (16 H^2 + 4 I^2 + 20 H I)`": hessian_bytes(config),
         "GPTQ: the widest other layer, `16 A^2`": other_hessian_bytes(config),
         "hidden states and routing, `T (4 H + 52 K)`": need.hidden,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from moe_coverage_plugin.calibration.distributed import gather_over_ranks, sum_over_ranks
 from moe_coverage_plugin.core.gauss_newton import Tokens
@@ -22,6 +21,8 @@ from moe_coverage_plugin.modeling.routing import Routing
 EXPERTS, EXPERTS_ON_CPU = 32, 1
 # tokens of an expert that its matrices are computed from; they have fewer dimensions
 ROWS = 16384
+# numbers of sampled tokens on a GPU are multiples of it, because its library chooses a kernel for every new shape
+MULTIPLE = 256
 
 
 class ExpertTokens(NamedTuple):
@@ -171,6 +172,15 @@ def _joined(parts: Sequence[ExpertTokens]) -> list[tuple[Tensor, Tensor]]:
 
 def _padded(tokens_D: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tokens:
     """Tokens of several experts, with rows of zeros behind those of experts that have fewer."""
-    x_DMH, weight_DM = (pad_sequence(list(values_D), batch_first=True) for values_D in zip(*tokens_D, strict=True))
     counts = [len(weight_M) for _, weight_M in tokens_D]
+    rows = max(counts)
+    if device.type == "cuda":
+        rows = -(-rows // MULTIPLE) * MULTIPLE
+    x_DMH, weight_DM = (
+        torch.stack([_filled(each, rows) for each in values_D]) for values_D in zip(*tokens_D, strict=True)
+    )
     return Tokens(x_DMH.to(device), weight_DM.to(device), torch.tensor(counts, device=device))
+
+
+def _filled(values: Tensor, rows: int) -> Tensor:
+    return torch.cat([values, values.new_zeros(rows - len(values), *values.shape[1:])])

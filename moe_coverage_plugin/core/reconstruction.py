@@ -28,8 +28,6 @@ from moe_coverage_plugin.core.factors import inverse_cholesky
 from moe_coverage_plugin.core.products import SIXTEEN_BITS, tf32_products
 
 RIDGE = 1e-2
-# rows of float64 matrices that the library factorizes, see core.factors; for so many it is as fast
-BLOCK = 1024
 # candidates, relative to the mean of the diagonal of G_kk; infinite: the old columns
 RIDGES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, math.inf)
 
@@ -145,7 +143,7 @@ def inverse_with_ridge(gram_ENN: Tensor, ridges_RE: Tensor) -> tuple[Tensor, Ten
     scale_E = gram_ENN.diagonal(dim1=-2, dim2=-1).mean(-1)
     regular_RENN = gram_ENN.expand(len(ridges_RE), -1, -1, -1).clone()
     regular_RENN.diagonal(dim1=-2, dim2=-1).add_((ridges_RE * scale_E.where(scale_E > 0, 1.0))[..., None])
-    half_DNN, solved_D = inverse_cholesky(regular_RENN.flatten(0, 1), BLOCK)
+    half_DNN, solved_D = inverse_cholesky(regular_RENN.flatten(0, 1))
     return (half_DNN.mT @ half_DNN).view_as(regular_RENN), solved_D.view(regular_RENN.shape[:2])
 
 

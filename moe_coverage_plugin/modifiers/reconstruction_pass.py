@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,9 +41,9 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
 # experts whose gate_proj and up_proj are refitted together, and those whose matrices are factorized together
-REFITTED, FACTORIZED = 2, 8
+REFITTED, FACTORIZED = 4, 8
 # memory of their tokens, outputs and activations; refits use as many tokens as fit, since more of them fit better
-REFIT_BYTES = 2.5e9
+REFIT_BYTES = 5e9
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
 
@@ -173,6 +173,7 @@ class _Reconstruction:
         parts = _parts(experts, FACTORIZED) if self._full else ()
         refits = [_refit(layer, experts[part], kept_EN[part], down_EHN[part], inputs) for part in parts]
         names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
+        refitted = [each for refit in refits for each in zip(refit.rows_EOH, refit.down_EHN, strict=True)]
         # all that is read from the device, at once
         better_E = torch.cat([refit.better_E for refit in refits]).tolist() if refits else [False] * len(experts)
         fits: dict[int, FittedWeights] = {}
@@ -181,9 +182,9 @@ class _Reconstruction:
         ):
             fits[index] = {"down_proj": down_EHN[position]} if fitted else {}
             if better:
-                refit, place = refits[position // FACTORIZED], position % FACTORIZED
-                rows = refit.rows_EOH[place].split(kept_EN.shape[1])
-                fits[index] = dict(zip(names, rows, strict=True)) | {"down_proj": refit.down_EHN[place]}
+                rows_OH, down_HN = refitted[position]
+                rows = rows_OH.split(kept_EN.shape[1])
+                fits[index] = dict(zip(names, rows, strict=True)) | {"down_proj": down_HN}
             # those of one rank, because ranks may differ in the last bit; on the CPU, as they have other devices
             if is_distributed():
                 fits[index] = gather_over_ranks({name: each.cpu() for name, each in fits[index].items()})[0]
@@ -255,8 +256,11 @@ def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tenso
     return _Refit(torch.cat(rows), new_EHN, better_E)
 
 
-def _parts(experts: Sequence[int], size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, len(experts), size)]
+def _parts(experts: Sequence[int], most: int) -> list[slice]:
+    """As few parts of at most ``most`` experts as there can be, of about the same size."""
+    count = -(-len(experts) // most)
+    bounds = [len(experts) * number // count for number in range(count + 1)] if count else []
+    return [slice(*each) for each in pairwise(bounds)]
 
 
 def _kept_weights(layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down_EHN: Tensor) -> Weights:
