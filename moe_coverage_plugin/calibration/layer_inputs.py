@@ -176,11 +176,13 @@ def _padded(tokens_D: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> 
     rows = max(counts)
     if device.type == "cuda":
         rows = -(-rows // MULTIPLE) * MULTIPLE
-    x_DMH, weight_DM = (
-        torch.stack([_filled(each, rows) for each in values_D]) for values_D in zip(*tokens_D, strict=True)
-    )
-    return Tokens(x_DMH.to(device), weight_DM.to(device), torch.tensor(counts, device=device))
+    x_DMH, weight_DM = (_stacked(values_D, rows).to(device) for values_D in zip(*tokens_D, strict=True))
+    return Tokens(x_DMH, weight_DM, torch.tensor(counts, device=device))
 
 
-def _filled(values: Tensor, rows: int) -> Tensor:
-    return torch.cat([values, values.new_zeros(rows - len(values), *values.shape[1:])])
+def _stacked(values_D: Sequence[Tensor], rows: int) -> Tensor:
+    """Values with as many rows, filled up with zeros."""
+    stacked = values_D[0].new_zeros(len(values_D), rows, *values_D[0].shape[1:])
+    for part, values in zip(stacked, values_D, strict=True):
+        part[: len(values)] = values
+    return stacked

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # rows that the library factorizes; more are divided, because a GPU computes products of many matrices faster
-BLOCK = 256
+BLOCK = 512
 # rows of the triangular matrices that the library inverts
 TRIANGLE = 32
 
@@ -55,7 +55,7 @@ def _invert(matrix_EAA: Tensor, inverse_EAA: Tensor, block: int) -> Tensor:
     size = matrix_EAA.shape[-1]
     if size <= block:
         factor_EAA, info_E = torch.linalg.cholesky_ex(matrix_EAA)
-        inverse_EAA[:] = _inverse_triangles(factor_EAA)
+        _invert_triangles(factor_EAA, inverse_EAA)
         return (info_E == 0) & inverse_EAA.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     middle = -(-size // (2 * block)) * block
     head, tail = slice(middle), slice(middle, size)
@@ -68,32 +68,36 @@ def _invert(matrix_EAA: Tensor, inverse_EAA: Tensor, block: int) -> Tensor:
     return solved_E
 
 
-def _inverse_triangles(factor_EAA: Tensor) -> Tensor:
-    """``L^-1`` of lower triangular matrices: of all small ones on their diagonals together, then of pairs of these.
+def _invert_triangles(factor_EAA: Tensor, inverse_EAA: Tensor) -> None:
+    """Write ``L^-1`` of lower triangular matrices: all small ones on their diagonals at once, then pairs of these.
 
-    With ``L = [[A, 0], [C, D]]``, the lower left part of ``L^-1`` is ``-D^-1 C A^-1``. Matrices are filled up with
-    ones on their diagonals, to a power of two of small ones.
+    With ``L = [[A, 0], [C, D]]``, the lower left part of ``L^-1`` is ``-D^-1 C A^-1``.
     """
-    experts, size = factor_EAA.shape[:2]
-    parts = 1
-    while parts * TRIANGLE < size:
-        parts *= 2
-    filled_EBB = torch.eye(parts * TRIANGLE, dtype=factor_EAA.dtype, device=factor_EAA.device).repeat(experts, 1, 1)
-    filled_EBB[:, :size, :size] = factor_EAA
-    small_DSS = _diagonal_blocks(filled_EBB, TRIANGLE).flatten(0, 1)
-    identity_SS = torch.eye(TRIANGLE, dtype=factor_EAA.dtype, device=factor_EAA.device)
-    inverse_DSS = torch.linalg.solve_triangular(small_DSS, identity_SS.expand_as(small_DSS), upper=False)
-    while len(inverse_DSS) > experts:
-        side = inverse_DSS.shape[-1]
-        first_DSS, second_DSS = inverse_DSS[::2], inverse_DSS[1::2]
-        lower_DSS = _diagonal_blocks(filled_EBB, 2 * side).flatten(0, 1)[:, side:, :side]
-        inverse_DSS = first_DSS.new_zeros(len(first_DSS), 2 * side, 2 * side)
-        inverse_DSS[:, :side, :side], inverse_DSS[:, side:, side:] = first_DSS, second_DSS
-        inverse_DSS[:, side:, :side] = -second_DSS @ lower_DSS @ first_DSS
-    return inverse_DSS[:, :size, :size]
+    size, whole = factor_EAA.shape[-1], TRIANGLE
+    while 2 * whole <= size:
+        whole *= 2
+    if whole < size:
+        head, tail = slice(whole), slice(whole, size)
+        for part in (head, tail):
+            _invert_triangles(factor_EAA[:, part, part], inverse_EAA[:, part, part])
+        inverse_EAA[:, tail, head] = (
+            -inverse_EAA[:, tail, tail] @ factor_EAA[:, tail, head] @ inverse_EAA[:, head, head]
+        )
+        return
+    side = max(1, min(size, TRIANGLE))
+    small_EBSS = _diagonal_blocks(factor_EAA, side)
+    identity_SS = torch.eye(side, dtype=factor_EAA.dtype, device=factor_EAA.device)
+    _diagonal_blocks(inverse_EAA, side)[:] = torch.linalg.solve_triangular(
+        small_EBSS, identity_SS.expand_as(small_EBSS), upper=False
+    )
+    while side < size:
+        pairs_EBSS, factors_EBSS = (_diagonal_blocks(each, 2 * side) for each in (inverse_EAA, factor_EAA))
+        first_EBSS, second_EBSS = pairs_EBSS[..., :side, :side], pairs_EBSS[..., side:, side:]
+        pairs_EBSS[..., side:, :side] = -second_EBSS @ factors_EBSS[..., side:, :side] @ first_EBSS
+        side *= 2
 
 
 def _diagonal_blocks(matrix_EAA: Tensor, side: int) -> Tensor:
-    """The square blocks ``[E, B, S, S]`` on the diagonals."""
+    """The square blocks ``[E, B, S, S]`` on the diagonals, as a view."""
     blocks_EBSBS = matrix_EAA.unflatten(2, (-1, side)).unflatten(1, (-1, side))
     return blocks_EBSBS.diagonal(dim1=1, dim2=3).movedim(-1, 1)

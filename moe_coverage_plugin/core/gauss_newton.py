@@ -252,10 +252,16 @@ class _Linear(NamedTuple):
 
     def factors(self, weight_EM1: Tensor) -> Factors:
         """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
-        dtype, parts = self.x_EMH.dtype, self._projections.shape[2]
-        slope_EMO, x_EMH = (self.norms() * self.slope_EMO).to(dtype), (weight_EM1 * self.x_EMH).to(dtype)
+        parts = self._projections.shape[2]
+        dtype = self.x_EMH.dtype
+        slope_EMO, x_EMH = _scaled(self.slope_EMO, self.norms(), dtype), _scaled(self.x_EMH, weight_EM1, dtype)
         outputs_EOO = self.outputs_ENN.repeat(1, parts, parts)
         return Factors(wide_product(slope_EMO.mT, slope_EMO).mul_(outputs_EOO), wide_product(x_EMH.mT, x_EMH))
+
+
+def _scaled(rows_EMA: Tensor, factor_EM1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows times factors in a narrower dtype, without a wide copy."""
+    return torch.mul(rows_EMA, factor_EM1, out=torch.empty_like(rows_EMA, dtype=dtype))
 
 
 def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activation) -> tuple[_Linear, Tensor]:
@@ -263,7 +269,7 @@ def _linearised(x_EMH: Tensor, weight_EM1: Tensor, weights: Weights, act: Activa
     rows_EOH, bias_EO, columns_EHN = weights
     a_EMN, slope_EMO = _slopes(act, activation_inputs(x_EMH, rows_EOH, bias_EO))
     outputs_ENN = wide_product(columns_EHN.mT, columns_EHN)
-    return _Linear(x_EMH, slope_EMO.mul_(weight_EM1).to(x_EMH.dtype), outputs_ENN), a_EMN
+    return _Linear(x_EMH, _scaled(slope_EMO, weight_EM1, x_EMH.dtype), outputs_ENN), a_EMN
 
 
 @torch.enable_grad()

@@ -148,7 +148,6 @@ def _sums(problem: Rows, a_EMN: Tensor, down_EHN: Tensor, rounded: bool) -> tupl
     dtype = problem.target_EMH.dtype if rounded else torch.float64
     a_EMN = (problem.weight_EM1 * a_EMN).to(dtype)
     # the change of the columns is fitted to it
-    left_EMH = torch.baddbmm(
-        (problem.weight_EM1 * problem.target_EMH).to(dtype), a_EMN, down_EHN.to(dtype).mT, alpha=-1
-    )
+    left_EMH = (problem.weight_EM1 * problem.target_EMH).to(dtype)
+    left_EMH.baddbmm_(a_EMN, down_EHN.to(dtype).mT, alpha=-1)
     return (a_EMN.mT @ a_EMN).double(), (a_EMN.mT @ left_EMH).double()

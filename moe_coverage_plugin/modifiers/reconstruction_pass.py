@@ -21,7 +21,6 @@ from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.gauss_newton import (
-    Factors,
     Problem,
     Tokens,
     Weights,
@@ -42,7 +41,8 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
 # experts whose gate_proj and up_proj are refitted together, and those whose matrices are factorized together
 REFITTED, FACTORIZED = 4, 8
-# memory of their tokens, outputs and activations; refits use as many tokens as fit, since more of them fit better
+# memory of tokens of the latter, outputs and activations of the former; as many tokens as fit are used, since fits are
+# better with more of them
 REFIT_BYTES = 5e9
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
@@ -216,7 +216,8 @@ def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
 
 def refit_tokens(hidden: int, channels: int) -> int:
     """Most tokens of an expert that the refit of ``gate_proj`` and ``up_proj`` uses, by its shape."""
-    return int(REFIT_BYTES / REFITTED / (28 * hidden + 24 * channels))
+    refitted, waiting = 28 * hidden + 24 * channels, 2 * hidden
+    return int(REFIT_BYTES / (REFITTED * refitted + (FACTORIZED - REFITTED) * waiting))
 
 
 class _Refit(NamedTuple):
@@ -233,18 +234,17 @@ def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tenso
     most = refit_tokens(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]))
     parts = _parts(experts, REFITTED)
     weights = [_kept_weights(layer, experts[part], kept_EN[part], down_EHN[part]) for part in parts]
-    factors: dict[int, Factors] = {}
-    for number, part in enumerate(parts):
-        fitted, held = inputs.sample(experts[part], most)
+    samples = [inputs.sample(experts[part], most) for part in parts]
+    factors = {
+        number: curvature_factors(weights[number], fitted, act)
+        for number, (fitted, held) in enumerate(samples)
         # otherwise no expert of the part has enough
-        if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) >= FEWEST_TOKENS:
-            factors[number] = curvature_factors(weights[number], fitted, act)
+        if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) >= FEWEST_TOKENS
+    }
     inverses = dict(zip(factors, inverse_factors(list(factors.values())), strict=True))
     refits: dict[int, RefittedRows] = {}
     for number, inverse in inverses.items():
-        part = parts[number]
-        # found once more: the tokens of all these experts take more memory than their matrices
-        fitted, held = (_problem(layer, experts[part], tokens) for tokens in inputs.sample(experts[part], most))
+        fitted, held = (_problem(layer, experts[parts[number]], tokens) for tokens in samples[number])
         refits[number] = refit_rows(weights[number], inverse, fitted, held, act)
     rows = [refits[number].rows_EOH if number in refits else each.rows_EOH for number, each in enumerate(weights)]
     # experts of parts with too few tokens keep their weights

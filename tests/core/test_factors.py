@@ -8,7 +8,9 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.factors import inverse_cholesky, inverse_factor
 
-SIZES = pytest.mark.parametrize(("size", "block"), [(1, 256), (7, 3), (32, 32), (65, 16), (300, 256)])
+SIZES = pytest.mark.parametrize(
+    ("size", "block"), [(0, 512), (1, 512), (7, 3), (32, 32), (65, 16), (300, 256), (300, 512), (384, 512)]
+)
 
 
 def matrices(size: int, damping: float = 1e-2, spread: float = 2.0) -> Tensor:

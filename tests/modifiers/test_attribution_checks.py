@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,9 +37,10 @@ class Peak(TorchDispatchMode):
         self.bytes = max(self.bytes, self._now)
 
 
-def test_the_check_counts_what_scoring_takes():
+@pytest.mark.parametrize("channels", [64, 96, 384])
+def test_the_check_counts_what_scoring_takes(channels: int):
     """As for a chunk of experts: both halves of Gram matrices in float32, and curvature."""
-    experts, channels = 8, 64
+    experts = 8
     with Peak() as peak:
         grams_2DII = torch.zeros(2, experts, channels, channels)
         for half_DII in grams_2DII:
@@ -49,4 +51,4 @@ def test_the_check_counts_what_scoring_takes():
         curvature = [each.clone() for each in gram_DII]
         obs_scores(gram_DII, torch.stack(curvature))
     counted = experts * matrix_bytes(channels)
-    assert 0.8 * counted < peak.bytes < counted
+    assert 0.6 * counted < peak.bytes < counted
