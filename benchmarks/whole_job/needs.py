@@ -18,7 +18,7 @@ from moe_coverage_plugin.calibration.layer_inputs import EXPERTS
 from moe_coverage_plugin.calibration.layerwise_gradients import MOST_STATES
 from moe_coverage_plugin.calibration.next_token import CHUNK_POSITIONS
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.modifiers.reconstruction_pass import FACTORIZED, REFIT_BYTES, REFITTED
+from moe_coverage_plugin.modifiers.reconstruction_pass import REFIT_BYTES, REFITTED
 
 TOKENS, BATCH_TOKENS = 512 * 2048, 8 * 2048
 SPARSITY, GROUP = 0.25, 128
@@ -116,8 +116,8 @@ def fit_bytes(config: Config) -> float:
 
 
 def factor_bytes(config: Config) -> float:
-    """Factors of the experts that are refitted next, with copies while they are inverted, ``8 * 16 (H^2 + 4 I^2)``."""
-    return FACTORIZED * 16 * (config["hidden_size"] ** 2 + 4 * config["moe_intermediate_size"] ** 2)
+    """Factors of the experts that are refitted, with copies while they are inverted, ``8 * 16 (H^2 + 4 I^2)``."""
+    return REFITTED * 16 * (config["hidden_size"] ** 2 + 4 * config["moe_intermediate_size"] ** 2)
 
 
 def hessian_bytes(config: Config) -> float:

@@ -20,7 +20,7 @@ residuals; sums are in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ class Weights(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Kronecker factors ``L`` and ``S`` with their ridges, or ``W`` with ``W^T W`` inverse to each.
+    """Kronecker factors ``L`` and ``S``, or for each of them ``W`` with ``W^T W`` inverse to it.
 
     Attributes:
         left_EOO: for the rows.
@@ -115,65 +115,48 @@ def _operand(x_EMH: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def curvature_factors(weights: Weights, tokens: Tokens, act: Activation) -> Factors:
-    """``L`` and ``S`` of experts of one width, each up to a factor of its expert, with ridges.
-
-    A ridge is the mean of the diagonal times the number of rows over that of tokens, about as large as the noise of a
-    matrix of so few tokens: if these are too few, the factors change no direction.
-
-    Args:
-        weights: at which the activation is linearised.
-        tokens: the tokens to fit.
-        act: activation function.
-    """
-    weight_EM1 = tokens.weight_EM.to(weights.wide_dtype)[..., None]
-    with tf32_products():
-        linear, _ = _linearised(_operand(tokens.x_EMH, weights.wide_dtype), weight_EM1, weights, act)
-        factors = linear.factors(weight_EM1)
-    count_E = weight_EM1.count_nonzero(dim=(1, 2)).clamp(min=1)
-    for matrix_EAA in factors:
-        diagonal_EA = matrix_EAA.diagonal(dim1=1, dim2=2)
-        ridge_E = diagonal_EA.mean(1) * matrix_EAA.shape[-1] / count_E
-        diagonal_EA += ridge_E.where(ridge_E > 0, 1.0)[:, None]
-    return factors
-
-
-@torch.no_grad()
-def inverse_factors(parts: Sequence[Factors]) -> list[Factors]:
-    """``W`` for each of several calls of :func:`curvature_factors`; the identity for a matrix that has no inverse.
-
-    All matrices are factorized together, in full precision, because rounding could make them indefinite. The memory of
-    a single part is used.
-    """
-    if not parts:
-        return []
-    inverses = []
-    for matrices in ([each.left_EOO for each in parts], [each.right_EHH for each in parts]):
-        factor_EAA, solved_E = inverse_cholesky(torch.cat(matrices) if len(matrices) > 1 else matrices[0])
-        identity_AA = torch.eye(factor_EAA.shape[-1], dtype=factor_EAA.dtype, device=factor_EAA.device)
-        inverses.append(factor_EAA.where(solved_E[:, None, None], identity_AA).split([len(each) for each in matrices]))
-    return [Factors(*each) for each in zip(*inverses, strict=True)]
-
-
-@torch.no_grad()
-def gauss_newton_steps(problem: Rows, weights: Weights, inverse: Factors, act: Activation) -> list[Tensor]:
+def gauss_newton_steps(problem: Rows, weights: Weights, act: Activation) -> list[Tensor]:
     """The change of ``rows_EOH`` after each of :data:`STEPS` steps of conjugate gradients.
 
     Args:
         problem: the tokens to fit, and what the experts should output for them.
         weights: at which the activation is linearised.
-        inverse: :func:`inverse_factors` of these experts.
         act: activation function.
     """
     x_EMH, weight_EM1, target_EMH = problem
     with tf32_products():
         linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
-        down_EHN = weights.down_EHN.to(target_EMH.dtype)
-        left_EMH = torch.baddbmm(target_EMH, a_EMN, down_EHN.mT, alpha=-1).mul_(weight_EM1)
-        del a_EMN
-        residual_EOH = linear.backward(rounded_product(left_EMH, down_EHN, x_EMH.dtype))
-        del left_EMH
+        factors = linear.factors(weight_EM1)
+    inverse = inverse_factors(factors, weight_EM1.count_nonzero(dim=(1, 2)))
+    with tf32_products():
+        # what is missing in the outputs, multiplied by the columns
+        left_EMN = target_EMH @ weights.down_EHN.to(target_EMH.dtype)
+        left_EMN.baddbmm_(a_EMN, linear.outputs_ENN, alpha=-1).mul_(weight_EM1)
+        residual_EOH = linear.backward(left_EMN.to(x_EMH.dtype))
+        del left_EMN, a_EMN
         return _conjugate_gradients(linear, residual_EOH, inverse)
+
+
+def inverse_factors(factors: Factors, count_E: Tensor) -> Factors:
+    """``W`` of ``L`` and ``S`` with ridges; the identity for a matrix that has no inverse.
+
+    A ridge is the mean of the diagonal times the number of rows over that of tokens, about as large as the noise of a
+    matrix of so few tokens: if these are too few, the factors change no direction. Products are in full precision,
+    because rounding could make a matrix indefinite.
+
+    Args:
+        factors: ``L`` and ``S``, each up to a factor of its expert; their memory is used.
+        count_E: numbers of tokens.
+    """
+    inverses = []
+    for matrix_EAA in factors:
+        diagonal_EA = matrix_EAA.diagonal(dim1=1, dim2=2)
+        ridge_E = diagonal_EA.mean(1) * matrix_EAA.shape[-1] / count_E.clamp(min=1)
+        diagonal_EA += ridge_E.where(ridge_E > 0, 1.0)[:, None]
+        inverse_EAA, solved_E = inverse_cholesky(matrix_EAA)
+        identity_AA = torch.eye(inverse_EAA.shape[-1], dtype=inverse_EAA.dtype, device=inverse_EAA.device)
+        inverses.append(inverse_EAA.where(solved_E[:, None, None], identity_AA))
+    return Factors(*inverses)
 
 
 def _conjugate_gradients(linear: _Linear, residual_EOH: Tensor, inverse: Factors) -> list[Tensor]:

@@ -13,7 +13,6 @@ lost more by rounding than TF32 loses: for them, both are computed in TF32 on a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.gauss_newton import (
     Activation,
-    Factors,
     Problem,
     Rows,
     Weights,
@@ -36,81 +34,46 @@ LENGTHS = (0.5, 1.0)
 FEWEST_TOKENS = 8
 
 
-class Equations(NamedTuple):
-    """What columns of ``down_proj`` are fitted to: sums in float64 over the tokens to fit, then over those held back.
-
-    Attributes:
-        grams_2ENN: of the activations of the kept channels.
-        left_2ENH: their products with what the old columns leave of the target.
-    """
-
-    grams_2ENN: Tensor
-    left_2ENH: Tensor
-
-
-class RefittedRows(NamedTuple):
-    """Refitted rows of the kept channels.
+class Refit(NamedTuple):
+    """Refitted weights of experts of one width.
 
     Attributes:
         rows_EOH: of ``gate_proj`` and ``up_proj``, or of ``up_proj`` alone.
-        better_E: experts whose error on held-back tokens is lower with them; rows of others are the old ones.
-        equations: for columns that fit these rows.
+        down_EHN: columns of ``down_proj``.
+        better_E: experts whose error on held-back tokens is lower with new rows; the weights of others mean nothing.
     """
 
     rows_EOH: Tensor
+    down_EHN: Tensor
     better_E: Tensor
-    equations: Equations
 
 
 @torch.no_grad()
-def refit_rows(weights: Weights, inverse: Factors, fitted: Problem, held: Problem, act: Activation) -> RefittedRows:
-    """Refit the rows of the kept channels of experts of one width (module docstring).
+def refit(weights: Weights, fitted: Problem, held: Problem, act: Activation) -> Refit:
+    """Refit the kept channels of experts of one width (module docstring).
 
     Args:
         weights: the kept weights.
-        inverse: :func:`inverse_factors` of these experts.
         fitted: the tokens to fit.
         held: the tokens held back.
         act: activation function.
 
     Returns:
-        Rows in their dtype.
+        Weights in their dtypes.
     """
-    dtype = weights.wide_dtype
-    fitted_rows, held_rows = (Rows.of(each, dtype) for each in (fitted, held))
-    changes = gauss_newton_steps(fitted_rows, weights, inverse, act)
+    sides = [Rows.of(each, weights.wide_dtype) for each in (fitted, held)]
+    changes = gauss_newton_steps(sides[0], weights, act)
     rounded = fitted.tokens.x_EMH.dtype in SIXTEEN_BITS
     with tf32_products(rounded):
-        fit_E, better_E = _best_change(held_rows, weights, changes, act)
+        fit_E, better_E = _best_change(sides[1], weights, changes, act)
         better_E = better_E & (torch.minimum(fitted.tokens.count_E, held.tokens.count_E) >= FEWEST_TOKENS)
         # columns are fitted to the rows as they are stored
         new_EOH = (weights.rows_EOH + _chosen(changes, fit_E)).to(weights.rows_EOH.dtype)
-        new_EOH = new_EOH.where(better_E[:, None, None], weights.rows_EOH)
+        del changes
         sums = [
-            _sums(each, act(activation_inputs(each.x_EMH, new_EOH, weights.bias_EO)), weights.down_EHN, rounded)
-            for each in (fitted_rows, held_rows)
+            _Sums.of(each, act(activation_inputs(each.x_EMH, new_EOH, weights.bias_EO)), rounded) for each in sides
         ]
-    return RefittedRows(new_EOH, better_E, Equations(*map(torch.stack, zip(*sums, strict=True))))
-
-
-@torch.no_grad()
-def refit_down(down_EHN: Tensor, equations: Sequence[Equations]) -> Tensor:
-    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens.
-
-    Args:
-        down_EHN: the old columns.
-        equations: of these experts, in parts.
-
-    Returns:
-        In the dtype of ``down_EHN``.
-    """
-    (fitted_ENN, held_ENN), (fitted_ENH, held_ENH) = (torch.cat(parts, 1) for parts in zip(*equations, strict=True))
-    ridge_E = best_ridge(fitted_ENN, held_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
-    better_E = ridge_E.isfinite()
-    inverse_1ENN, solved_1E = inverse_with_ridge(fitted_ENN + held_ENN, ridge_E.where(better_E, 1.0)[None])
-    change_EHN = (fitted_ENH + held_ENH).mT @ inverse_1ENN[0]
-    new_EHN = (down_EHN.double() + change_EHN).to(down_EHN.dtype)
-    return new_EHN.where((better_E & solved_1E[0])[:, None, None], down_EHN)
+    return Refit(new_EOH, _refit_down(weights.down_EHN, *sums), better_E)
 
 
 def _best_change(held: Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
@@ -143,11 +106,37 @@ def _chosen(changes: list[Tensor], fit_E: Tensor) -> Tensor:
     return length_E[:, None, None] * torch.stack(changes)[fit_E // len(LENGTHS), experts_E]
 
 
-def _sums(problem: Rows, a_EMN: Tensor, down_EHN: Tensor, rounded: bool) -> tuple[Tensor, Tensor]:
-    """:class:`Equations` of one side of the tokens, summed in float32 if they are in 16 bits, else in float64."""
-    dtype = problem.target_EMH.dtype if rounded else torch.float64
-    a_EMN = (problem.weight_EM1 * a_EMN).to(dtype)
-    # the change of the columns is fitted to it
-    left_EMH = (problem.weight_EM1 * problem.target_EMH).to(dtype)
-    left_EMH.baddbmm_(a_EMN, down_EHN.to(dtype).mT, alpha=-1)
-    return (a_EMN.mT @ a_EMN).double(), (a_EMN.mT @ left_EMH).double()
+class _Sums(NamedTuple):
+    """What columns of ``down_proj`` are fitted to: sums in float64 over the tokens of one side.
+
+    Attributes:
+        gram_ENN: of the activations of the kept channels.
+        target_ENH: products of these and of the target.
+    """
+
+    gram_ENN: Tensor
+    target_ENH: Tensor
+
+    @classmethod
+    def of(cls, problem: Rows, a_EMN: Tensor, rounded: bool) -> _Sums:
+        """Sum in float32 over tokens in 16 bits, and in float64 over others."""
+        dtype = problem.target_EMH.dtype if rounded else torch.float64
+        weight_EM1, target_EMH = problem.weight_EM1.to(dtype), problem.target_EMH.to(dtype)
+        a_EMN = weight_EM1 * a_EMN
+        gram_ENN = a_EMN.mT @ a_EMN
+        return cls(gram_ENN.double(), ((weight_EM1 * a_EMN).mT @ target_EMH).double())
+
+    def left(self, down_EHN: Tensor) -> Tensor:
+        """Products ``[E, N, H]`` of the activations and of what these columns leave of the target."""
+        return torch.baddbmm(self.target_ENH, self.gram_ENN, down_EHN.double().mT, alpha=-1)
+
+
+def _refit_down(down_EHN: Tensor, fitted: _Sums, held: _Sums) -> Tensor:
+    """Columns by least squares with a ridge towards the old ones, chosen by held-back tokens."""
+    fitted_ENH, held_ENH = fitted.left(down_EHN), held.left(down_EHN)
+    ridge_E = best_ridge(fitted.gram_ENN, held.gram_ENN, fitted_ENH @ fitted_ENH.mT, fitted_ENH @ held_ENH.mT)
+    better_E = ridge_E.isfinite()
+    inverse_1ENN, solved_1E = inverse_with_ridge(fitted.gram_ENN + held.gram_ENN, ridge_E.where(better_E, 1.0)[None])
+    change_EHN = (fitted_ENH + held_ENH).mT @ inverse_1ENN[0]
+    new_EHN = (down_EHN.double() + change_EHN).to(down_EHN.dtype)
+    return new_EHN.where((better_E & solved_1E[0])[:, None, None], down_EHN)

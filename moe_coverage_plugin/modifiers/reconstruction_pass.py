@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 import torch
 from compressed_tensors.distributed import is_distributed
@@ -20,15 +19,9 @@ from moe_coverage_plugin.calibration.gram import channel_grams
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
-from moe_coverage_plugin.core.gauss_newton import (
-    Problem,
-    Tokens,
-    Weights,
-    curvature_factors,
-    inverse_factors,
-)
+from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import FEWEST_TOKENS, RefittedRows, refit_down, refit_rows
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, refit
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, find_moe_layers, projections
@@ -39,10 +32,9 @@ from moe_coverage_plugin.modifiers.layerwise_gptq import LayerwiseGPTQModifier
 
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST, COST_WITH_QUANTIZER = "Reconstruction", 4.0, 6.0
-# experts whose gate_proj and up_proj are refitted together, and those whose matrices are factorized together
-REFITTED, FACTORIZED = 4, 8
-# memory of tokens of the latter, outputs and activations of the former; as many tokens as fit are used, since fits are
-# better with more of them
+# experts whose gate_proj and up_proj are refitted together
+REFITTED = 8
+# memory of their tokens, outputs and activations; as many tokens as fit are used, since more of them fit better
 REFIT_BYTES = 5e9
 # experts are counted by what was fitted, and the counts are kept with each layer
 COUNTED, COUNTS = ("refitted", "fitted", "unchanged"), "counts"
@@ -170,7 +162,7 @@ class _Reconstruction:
         down_EHI = _down_weights(layer, experts)
         ridge_E = choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
         down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
-        parts = _parts(experts, FACTORIZED) if self._full else ()
+        parts = _parts(experts, REFITTED) if self._full else ()
         refits = [_refit(layer, experts[part], kept_EN[part], down_EHN[part], inputs) for part in parts]
         names = [name for name in projections(layer.mlps[experts[0]]) if name != "down_proj"]
         refitted = [each for refit in refits for each in zip(refit.rows_EOH, refit.down_EHN, strict=True)]
@@ -216,44 +208,19 @@ def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
 
 def refit_tokens(hidden: int, channels: int) -> int:
     """Most tokens of an expert that the refit of ``gate_proj`` and ``up_proj`` uses, by its shape."""
-    refitted, waiting = 28 * hidden + 24 * channels, 2 * hidden
-    return int(REFIT_BYTES / (REFITTED * refitted + (FACTORIZED - REFITTED) * waiting))
+    return int(REFIT_BYTES / REFITTED / (8 * hidden + 24 * channels))
 
 
-class _Refit(NamedTuple):
-    """Refitted weights of experts of one width; those of experts that are not better mean nothing."""
-
-    rows_EOH: Tensor
-    down_EHN: Tensor
-    better_E: Tensor
-
-
-def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs) -> _Refit:
-    """Refit all projections of experts of one width: rows by :data:`REFITTED` experts, columns of all together."""
-    act = ExpertFunction(layer, experts[0]).act
+def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs) -> Refit:
+    """Refit all projections of experts of one width."""
+    weights = _kept_weights(layer, experts, kept_EN, down_EHN)
     most = refit_tokens(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]))
-    parts = _parts(experts, REFITTED)
-    weights = [_kept_weights(layer, experts[part], kept_EN[part], down_EHN[part]) for part in parts]
-    samples = [inputs.sample(experts[part], most) for part in parts]
-    factors = {
-        number: curvature_factors(weights[number], fitted, act)
-        for number, (fitted, held) in enumerate(samples)
-        # otherwise no expert of the part has enough
-        if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) >= FEWEST_TOKENS
-    }
-    inverses = dict(zip(factors, inverse_factors(list(factors.values())), strict=True))
-    refits: dict[int, RefittedRows] = {}
-    for number, inverse in inverses.items():
-        fitted, held = (_problem(layer, experts[parts[number]], tokens) for tokens in samples[number])
-        refits[number] = refit_rows(weights[number], inverse, fitted, held, act)
-    rows = [refits[number].rows_EOH if number in refits else each.rows_EOH for number, each in enumerate(weights)]
-    # experts of parts with too few tokens keep their weights
-    better_E, new_EHN = torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device), down_EHN.clone()
-    if refits:
-        places_D = torch.cat([torch.arange(len(experts))[parts[number]] for number in refits]).to(down_EHN.device)
-        better_E[places_D] = torch.cat([each.better_E for each in refits.values()])
-        new_EHN[places_D] = refit_down(down_EHN[places_D], [each.equations for each in refits.values()])
-    return _Refit(torch.cat(rows), new_EHN, better_E)
+    fitted, held = inputs.sample(experts, most)
+    # otherwise none of the experts has enough
+    if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) < FEWEST_TOKENS:
+        return Refit(weights.rows_EOH, down_EHN, torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device))
+    problems = (_problem(layer, experts, tokens) for tokens in (fitted, held))
+    return refit(weights, *problems, ExpertFunction(layer, experts[0]).act)
 
 
 def _parts(experts: Sequence[int], most: int) -> list[slice]:
@@ -277,9 +244,10 @@ def _kept_weights(layer: MoELayer, experts: Sequence[int], kept_EN: Tensor, down
 
 def _problem(layer: MoELayer, experts: Sequence[int], tokens: Tokens) -> Problem:
     """Tokens of experts, and what the unpruned experts output for them."""
-    targets = []
-    for x_MH, index in zip(tokens.x_EMH, experts, strict=True):
+    # wider than a pass in 16 bits, so that the target has no rounding to be fitted
+    dtype = torch.promote_types(tokens.x_EMH.dtype, torch.float32)
+    target_EMH = torch.empty_like(tokens.x_EMH, dtype=dtype)
+    for target_MH, x_MH, index in zip(target_EMH, tokens.x_EMH, experts, strict=True):
         with ExpertFunction(layer, index) as function:
-            # wider than a pass in 16 bits, so that the target has no rounding to be fitted
-            targets.append(function.wide_output(x_MH))
-    return Problem(tokens, torch.stack(targets))
+            target_MH[:] = function.wide_output(x_MH)
+    return Problem(tokens, target_EMH)

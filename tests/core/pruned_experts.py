@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights, curvature_factors, inverse_factors
-from moe_coverage_plugin.core.refit import refit_down, refit_rows
+from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights
+from moe_coverage_plugin.core.refit import refit
 
 
 def swiglu(h_MO: Tensor) -> Tensor:
@@ -91,13 +91,10 @@ def refit_all(experts: list[Expert]) -> list[Fit | None]:
     weights = Weights(
         rows_EOH, torch.stack(biases) if experts[0].biased else None, torch.stack([each.down_HN for each in experts])
     )
-    sides, act = [problem(experts, held) for held in (False, True)], experts[0].act
-    (inverse,) = inverse_factors([curvature_factors(weights, sides[0].tokens, act)])
-    found = refit_rows(weights, inverse, *sides, act)
-    down_EHN = refit_down(weights.down_EHN, [found.equations])
+    found = refit(weights, problem(experts, held=False), problem(experts, held=True), experts[0].act)
     return [
         Fit(list(rows_OH.split(experts[0].kept)), down_HN) if better else None
-        for rows_OH, down_HN, better in zip(found.rows_EOH, down_EHN, found.better_E.tolist(), strict=True)
+        for rows_OH, down_HN, better in zip(found.rows_EOH, found.down_EHN, found.better_E.tolist(), strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.core import gauss_newton
-from moe_coverage_plugin.core.gauss_newton import Factors, Rows, Weights, curvature_factors, inverse_factors
+from moe_coverage_plugin.core.gauss_newton import Factors, Rows, Weights, inverse_factors
 from tests.core.pruned_experts import Expert, outputs, problem
 
 
@@ -24,14 +24,11 @@ def linearised(expert: Expert):
     return weighted, rows_OH, weight_M1 * expert.target_MH[side_M] - weighted(rows_OH)
 
 
-def step(expert: Expert, preconditioned: bool = True) -> Tensor:
+def step(expert: Expert) -> Tensor:
     biases = [bias for bias in expert.biases if bias is not None]
     rows_OH, side = torch.cat(expert.rows), problem([expert], held=False)
     weights = Weights(rows_OH[None], torch.cat(biases)[None] if biases else None, expert.down_HN[None])
-    inverse = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
-    if preconditioned:
-        (inverse,) = inverse_factors([curvature_factors(weights, side.tokens, expert.act)])
-    changes = gauss_newton.gauss_newton_steps(Rows.of(side, torch.float64), weights, inverse, expert.act)
+    changes = gauss_newton.gauss_newton_steps(Rows.of(side, torch.float64), weights, expert.act)
     return changes[-1][0] if changes else torch.zeros_like(rows_OH)
 
 
@@ -84,24 +81,26 @@ def test_inputs_of_unequal_size_need_no_more_steps(monkeypatch: pytest.MonkeyPat
     weighted, rows_OH, left_MH = linearised(expert)
     monkeypatch.setattr(gauss_newton, "DAMPING", 0.0)
 
-    def error(preconditioned: bool) -> float:
-        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert, preconditioned))
+    def error() -> float:
+        _, change_MH = torch.autograd.functional.jvp(weighted, rows_OH, step(expert))
         return float((left_MH - change_MH).square().sum())
 
-    with_factors = error(preconditioned=True)
+    with_factors = error()
     monkeypatch.setattr(gauss_newton, "STEPS", 2 * gauss_newton.STEPS)
-    assert with_factors < error(preconditioned=False)
+    identity = Factors(*(torch.eye(size, dtype=torch.float64)[None] for size in rows_OH.shape))
+    monkeypatch.setattr(gauss_newton, "inverse_factors", lambda *_: identity)
+    assert with_factors < error()
 
 
-def test_matrices_of_several_calls_are_factorized_together():
-    """And one that has no inverse leaves the directions of its expert as they are."""
-    parts = [
-        Factors(*(4.0 * torch.eye(size, dtype=torch.float64)[None] for size in (3, 2))),
-        Factors(torch.full((1, 3, 3), torch.nan, dtype=torch.float64), -torch.eye(2, dtype=torch.float64)[None]),
-    ]
-    for factor, inverse in zip((0.5, 1.0), inverse_factors(parts), strict=True):
-        for matrix_1AA, size in zip(inverse, (3, 2), strict=True):
-            torch.testing.assert_close(matrix_1AA, factor * torch.eye(size, dtype=torch.float64)[None])
+def test_factors_without_an_inverse_change_no_direction():
+    """One expert has factors of four times the identity, the other none that can be inverted."""
+    identities = [torch.eye(size, dtype=torch.float64) for size in (3, 2)]
+    broken = [torch.full((3, 3), torch.nan, dtype=torch.float64), -identities[1]]
+    factors = Factors(*(torch.stack([4 * each, other]) for each, other in zip(identities, broken, strict=True)))
+    # as many tokens as would make ridges too small to see
+    found = inverse_factors(factors, torch.tensor([10**18, 10**18]))
+    for inverse_EAA, identity_AA in zip(found, identities, strict=True):
+        torch.testing.assert_close(inverse_EAA, torch.stack([identity_AA / 2, identity_AA]))
 
 
 @KINDS

@@ -199,9 +199,12 @@ def test_products_on_tensor_cores_fit_as_well(gated: bool, tokens: torch.dtype):
         assert other is not None
         assert not torch.equal(one.down_HN, other.down_HN)
         error = [expert.error([row.double() for row in fit.rows], fit.down_HN.double()) for fit in (one, other)]
-        assert error[0] == pytest.approx(error[1], rel=1e-3)
         changes.append(error[0] / error[1] - 1)
-    assert abs(sum(changes) / len(changes)) < 2e-4
+    assert abs(sum(changes) / len(changes)) < 1e-4
+    *others, largest = sorted(map(abs, changes))
+    assert max(others) < 5e-4
+    # held-back tokens of one expert find two steps equally good, and rounding decides between them
+    assert largest < 2e-3
 
 
 @pytest.mark.parametrize("seed", range(4))
