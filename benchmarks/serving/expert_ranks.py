@@ -77,11 +77,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "command": portable("benchmarks.serving.expert_ranks", sys.argv[1:], {"--output"}),
         "seed": args.seed,
         "environment": environment(),
+        "checkpoint": description(manifest),
         "ranks": args.tensor_parallel_size,
         "tokens": sum(map(len, windows)),
         "by_rank": by_rank(counts, held),
         "ratios": ratios(counts, manifest),
     }
+
+
+def description(manifest: Manifest) -> str:
+    """Return the model of a checkpoint, and what is kept of it."""
+    kept = (
+        sum(map(sum, manifest.widths.values())) / sum(map(len, manifest.widths.values())) / manifest.intermediate_size
+    )
+    model = Path(manifest.provenance.get("model", "unknown model")).name
+    return f"{model}, {kept:.1%} of the expert channels in blocks of {manifest.block_size}"
 
 
 def by_rank(counts: Sequence[RankCounts], held: Sequence[int]) -> list[dict[str, int]]:

@@ -60,7 +60,7 @@ def expert_ranks_section(record: dict[str, Any]) -> str:
     head = [
         f"Card: {record['environment']['card']}, {record['ranks']} ranks.",
         *software(record),
-        f"Tokens: {record['tokens']:,}.",
+        f"Checkpoint: {record['checkpoint']}; {record['tokens']:,} tokens.",
     ]
     ranks = {
         f"rank {rank}": {kind: f"{value:,}" for kind, value in row.items()}

@@ -66,6 +66,7 @@ def test_counts_of_ranks_are_rendered():
     load = {"counted": 1.25, "expected": 1.0, "by_number": 1.5}
     record = {
         **{key: RECORD[key] for key in ("command", "seed", "environment")},
+        "checkpoint": "a model",
         "ranks": 2,
         "tokens": 8192,
         "by_rank": [{"bytes of experts": 1000, "experts": 3}, {"bytes of experts": 900, "experts": 2}],
@@ -73,6 +74,6 @@ def test_counts_of_ranks_are_rendered():
     }
     lines = [" ".join(line.split()) for line in expert_ranks_section(record).splitlines()]
     assert "- Card: a card, 2 ranks." in lines
-    assert "- Tokens: 8,192." in lines
+    assert "- Checkpoint: a model; 8,192 tokens." in lines
     assert "| bytes of experts | 1,000 | 900 |" in lines
     assert "| busiest rank of each layer / mean: channels times tokens | 1.125 | 1.000 | 1.500 |" in lines

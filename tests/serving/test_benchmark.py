@@ -179,6 +179,7 @@ def test_ratios_of_ranks_are_those_of_their_busiest_layers() -> None:
         "tokens": {"counted": 50 * 2 / 80, "expected": 5 * 2 / 7, "by_number": 60 * 2 / 80},
         "work": {"counted": 280 * 2 / 440, "expected": 28 * 2 / 40, "by_number": 360 * 2 / 440},
     }
+    assert expert_ranks.description(manifest) == "unknown model, 58.3% of the expert channels in blocks of 1"
     counts[1]["layers.1"]["widths"] = [4, 4, 0]
     with pytest.raises(AssertionError, match="not every expert is on one rank"):
         expert_ranks.ratios(counts, manifest)
