@@ -219,8 +219,8 @@ def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tenso
     # otherwise none of the experts has enough
     if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) < FEWEST_TOKENS:
         return Refit(weights.rows_EOH, down_EHN, torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device))
-    problems = (_problem(layer, experts, tokens) for tokens in (fitted, held))
-    return refit(weights, *problems, ExpertFunction(layer, experts[0]).act)
+    act = ExpertFunction(layer, experts[0]).act
+    return refit(weights, _problem(layer, experts, fitted), _problem(layer, experts, held), act)
 
 
 def _parts(experts: Sequence[int], most: int) -> list[slice]:
