@@ -70,8 +70,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed,
     )
     llm.apply_model(parameters.count_tokens)
-    prompts = [{"prompt_token_ids": ids} for ids in windows]
-    llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, detokenize=False), use_tqdm=False)
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+    llm.generate([{"prompt_token_ids": ids} for ids in windows], sampling, use_tqdm=False)
     counts, held = llm.apply_model(parameters.counted_tokens), llm.apply_model(parameters.expert_bytes)
     return {
         "command": portable("benchmarks.serving.expert_ranks", sys.argv[1:], {"--output"}),
