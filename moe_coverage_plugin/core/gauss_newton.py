@@ -14,8 +14,8 @@ Grosse, arXiv:1503.05671): of ``S = sum_t g_t^2 x_t x_t^T``, and of ``L``, which
 element, the mean product of the derivatives of two channels. Four steps reach what eight without it do.
 
 On a GPU products are in TF32: an inexact direction costs little, since held-back tokens decide what is taken of it.
-Operands of tokens in bfloat16, whose model rounds its activations to as few bits, are in bfloat16 except for
-residuals; sums are in float32.
+Operands of tokens in bfloat16, whose model rounds its activations to as few bits, are in bfloat16 except for the outputs
+that are missing; sums are in float32.
 """
 
 from __future__ import annotations
@@ -235,8 +235,7 @@ class _Linear(NamedTuple):
 
     def factors(self, weight_EM1: Tensor) -> Factors:
         """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
-        parts = self._projections.shape[2]
-        dtype = self.x_EMH.dtype
+        dtype, parts = self.x_EMH.dtype, self._projections.shape[2]
         slope_EMO, x_EMH = _scaled(self.slope_EMO, self.norms(), dtype), _scaled(self.x_EMH, weight_EM1, dtype)
         outputs_EOO = self.outputs_ENN.repeat(1, parts, parts)
         return Factors(wide_product(slope_EMO.mT, slope_EMO).mul_(outputs_EOO), wide_product(x_EMH.mT, x_EMH))
