@@ -14,8 +14,8 @@ Grosse, arXiv:1503.05671): of ``S = sum_t g_t^2 x_t x_t^T``, and of ``L``, which
 element, the mean product of the derivatives of two channels. Four steps reach what eight without it do.
 
 On a GPU products are in TF32: an inexact direction costs little, since held-back tokens decide what is taken of it.
-Operands of tokens in bfloat16, whose model rounds its activations to as few bits, are in bfloat16 except for the outputs
-that are missing; sums are in float32.
+Operands of tokens in bfloat16, whose model rounds its activations to as few bits, are in bfloat16 except for the
+outputs that are missing; sums are in float32.
 """
 
 from __future__ import annotations
