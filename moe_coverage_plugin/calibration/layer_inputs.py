@@ -172,12 +172,14 @@ def _joined(parts: Sequence[ExpertTokens]) -> list[tuple[Tensor, Tensor]]:
 
 def _padded(tokens_D: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tokens:
     """Tokens of several experts, with rows of zeros behind those of experts that have fewer."""
-    counts = [len(weight_M) for _, weight_M in tokens_D]
-    rows = max(counts)
-    if device.type == "cuda":
-        rows = -(-rows // MULTIPLE) * MULTIPLE
+    counts, multiple = [len(weight_M) for _, weight_M in tokens_D], _multiple(device)
+    rows = -(-max(counts) // multiple) * multiple
     x_DMH, weight_DM = (_stacked(values_D, rows).to(device) for values_D in zip(*tokens_D, strict=True))
     return Tokens(x_DMH, weight_DM, torch.tensor(counts, device=device))
+
+
+def _multiple(device: torch.device) -> int:
+    return MULTIPLE if device.type == "cuda" else 1
 
 
 def _stacked(values_D: Sequence[Tensor], rows: int) -> Tensor:

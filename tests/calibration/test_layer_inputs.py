@@ -83,10 +83,12 @@ def spread(length: int, most: int) -> list[int]:
     return [number * length // count for number in range(count)]
 
 
+@pytest.mark.parametrize("multiple", [1, 5])
 @pytest.mark.parametrize("most", [1, 4, 7, ALL])
-def test_a_sample_is_spread_over_all_tokens(seen, most: int):
+def test_a_sample_is_spread_over_all_tokens(seen, monkeypatch: pytest.MonkeyPatch, most: int, multiple: int):
     """Of several experts together, in any order, with zeros behind those that have fewer tokens."""
     inputs, rows_E = seen
+    monkeypatch.setattr(layer_inputs, "_multiple", lambda _: multiple)
     experts = [3, 0, 5, 1]
     sides = inputs.sample(experts, most)
     for position, expert in enumerate(experts):
@@ -104,7 +106,9 @@ def test_a_sample_is_spread_over_all_tokens(seen, most: int):
             assert not tokens.x_EMH[position, count:].any()
             assert not tokens.weight_EM[position, count:].any()
     for tokens in sides:
-        assert tokens.x_EMH.shape[1] == max(tokens.count_E.tolist())
+        more = tokens.x_EMH.shape[1] - max(tokens.count_E.tolist())
+        assert 0 <= more < multiple
+        assert tokens.x_EMH.shape[1] % multiple == 0
 
 
 def test_an_expert_without_tokens(model):
