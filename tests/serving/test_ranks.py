@@ -86,21 +86,29 @@ def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
         shown = _summary(read_checkpoint(path))["expert_parallel"]
         assert 2 in shown["legal"]
         assert [each["bytes"] for ranks, each in shown["balance"].items() if ranks == "2"] in ([ratio], [])
-        assert_counted(path, each["counted"])
+        one, two = each["counted"]
+        assert_held_once(path, [one, two])
+        for name, layer in one.items():
+            assert layer["tokens"] == two[name]["tokens"]
+            assert sum(layer["tokens"]) == pairs_of_token_and_expert(path, 0)
 
 
-def assert_counted(path: Path, counted: list[dict[str, dict[str, list[int]]]]) -> None:
-    """Every expert is on one rank, entire, and all ranks see each token of the prompt and of the answer."""
+Counted = list[dict[str, dict[str, list[int]]]]
+
+
+def assert_held_once(path: Path, counted: Counted) -> None:
+    """Every expert is on one of two ranks, entire."""
     manifest = Manifest.from_checkpoint(path)
     assert manifest is not None
-    config = json.loads((path / "config.json").read_text())
     for name, widths_E in manifest.widths.items():
-        one, two = (each[name] for each in counted)
-        assert [sorted(pair) for pair in zip(one["widths"], two["widths"], strict=True)] == [[0, w] for w in widths_E]
-        assert one["tokens"] == two["tokens"]
-        # the last token of the answer is not computed with
-        tokens = len(prompts(path)[0]) + TOKENS - 1
-        assert sum(one["tokens"]) == tokens * config["num_experts_per_tok"]
+        one, two = (each[name]["widths"] for each in counted)
+        assert [sorted(pair) for pair in zip(one, two, strict=True)] == [[0, width] for width in widths_E]
+
+
+def pairs_of_token_and_expert(path: Path, number: int) -> int:
+    """Of a prompt and its answer in one layer; the last token of the answer is not computed with."""
+    config = json.loads((path / "config.json").read_text())
+    return (len(prompts(path)[number]) + TOKENS // (1 + number) - 1) * config["num_experts_per_tok"]
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(3, {}), (2, {"enable_expert_parallel": True})])
@@ -130,6 +138,13 @@ def test_data_parallel_ranks_beside_shared_experts(ranks: int, options: dict[str
     [experts] = zip(*([held for held, _ in each["bytes_held"]] for each in found), strict=True)
     assert sum(experts) == stored_bytes_of_experts(path)
     assert max(experts) < 1.2 * sum(experts) / ranks
+    if options:
+        counted = [each["counted"][0] for each in found]
+        assert_held_once(path, counted)
+        for rank, layers in enumerate(counted):
+            # those of the other rank, too
+            own = pairs_of_token_and_expert(path, rank)
+            assert all(sum(layer["tokens"]) > own for layer in layers.values())
 
 
 def test_three_ranks_that_do_not_divide_the_width() -> None:
