@@ -18,8 +18,12 @@ import torch
 import torch.distributed
 
 from benchmarks.serving.parameters import count_tokens, counted_tokens
+from moe_coverage_plugin.manifest import Manifest
 from tests import processes
 from tests.serving.engine import REPOSITORY, expected_logprobs, open_engine
+
+# by rank and name of a layer's experts, see benchmarks.serving.parameters
+Counted = list[dict[str, dict[str, list[int]]]]
 
 PROMPTS = 3
 TOKENS = 12
@@ -120,6 +124,29 @@ def in_crowd(llm: Any, prompt_ids: list[int]) -> list[float]:
     crowd = [{"prompt_token_ids": ids} for ids in ([*prompt_ids], *others)]
     logprobs = llm.generate(crowd, sampling, use_tqdm=False)[0].prompt_logprobs
     return [each[token].logprob for each, token in zip(logprobs[1:], prompt_ids[1:], strict=True)]
+
+
+def assert_held_once(path: Path, counted: Counted) -> None:
+    """Every expert is on one of two ranks, entire."""
+    manifest = Manifest.from_checkpoint(path)
+    assert manifest is not None
+    for name, widths_E in manifest.widths.items():
+        one, two = (each[name]["widths"] for each in counted)
+        assert [sorted(pair) for pair in zip(one, two, strict=True)] == [[0, width] for width in widths_E]
+
+
+def pairs_of_token_and_expert(path: Path, number: int) -> int:
+    """Of a prompt and its answer in one layer; the last token of the answer is not computed with."""
+    config = json.loads((path / "config.json").read_text())
+    return (len(prompts(path)[number]) + TOKENS // (1 + number) - 1) * config["num_experts_per_tok"]
+
+
+def assert_two_ranks_counted(path: Path, counted: Counted) -> None:
+    """Data-parallel ranks hold every expert once, and compute the tokens of the other rank, too."""
+    assert_held_once(path, counted)
+    for rank, layers in enumerate(counted):
+        own = pairs_of_token_and_expert(path, rank)
+        assert all(sum(layer["tokens"]) > own for layer in layers.values())
 
 
 def start(paths: Path | list[Path], options: dict[str, Any], **environment: str) -> processes.Program:

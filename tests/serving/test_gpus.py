@@ -12,9 +12,10 @@ import torch
 import vllm
 from packaging.version import Version
 
+from tests.processes import Program
 from tests.serving.agreement import TIMES_ROUNDING, agreement, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
-from tests.serving.ranks import CROWD, finish, start
+from tests.serving.ranks import CROWD, assert_two_ranks_counted, finish, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -112,6 +113,16 @@ def test_two_cards(name: str, options: dict[str, Any]) -> None:
     assert_shared(name, [held for held, _ in two["bytes_held"]], 1.0 if "pipeline_parallel_size" in options else 0.05)
 
 
+def start_two_ranks(path: Path, options: dict[str, Any]) -> list[Program]:
+    """Two data-parallel ranks, each on a card of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    return [start(path, options, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")]
+
+
 @SEVERAL_CARDS
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -120,16 +131,16 @@ def test_two_cards(name: str, options: dict[str, Any]) -> None:
 def test_two_data_parallel_cards(name: str, options: dict[str, Any]) -> None:
     """Each rank sends a different number of requests, so one computes empty batches at the end."""
     path = checkpoint_path(name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
-    shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    ranks = (
-        start(path, GRAPHS | options, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")
-    )
-    *found, one = finish(*ranks, start(path, GRAPHS))
+    *found, one = finish(*start_two_ranks(path, GRAPHS | options), start(path, GRAPHS))
     for each in found:
         assert_right(path, each["output"])
     assert_like_one_card(path, found[0]["output"], one["output"])
     assert_shared(name, [held for each in found for held, _ in each["bytes_held"]], 0.2)
+
+
+@SEVERAL_CARDS
+def test_two_data_parallel_cards_compute_the_tokens_of_each_other() -> None:
+    """Without graphs, whose replays are not counted."""
+    path = checkpoint_path("ragged_shared_w4a16")
+    found = finish(*start_two_ranks(path, SHARED_CARD | EXPERTS))
+    assert_two_ranks_counted(path, [each["counted"][0] for each in found])

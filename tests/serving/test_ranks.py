@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 from pathlib import Path
@@ -25,7 +24,15 @@ from moe_coverage_plugin.serving.compat import NO_ONE_WIDTH
 from moe_coverage_plugin.serving.config import CoverageConfig
 from tests.serving.agreement import LARGEST_FLOAT32, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path, open_engine
-from tests.serving.ranks import TOKENS, finish, generate, prompts, start
+from tests.serving.ranks import (
+    assert_held_once,
+    assert_two_ranks_counted,
+    finish,
+    generate,
+    pairs_of_token_and_expert,
+    prompts,
+    start,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -93,24 +100,6 @@ def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
             assert sum(layer["tokens"]) == pairs_of_token_and_expert(path, 0)
 
 
-Counted = list[dict[str, dict[str, list[int]]]]
-
-
-def assert_held_once(path: Path, counted: Counted) -> None:
-    """Every expert is on one of two ranks, entire."""
-    manifest = Manifest.from_checkpoint(path)
-    assert manifest is not None
-    for name, widths_E in manifest.widths.items():
-        one, two = (each[name]["widths"] for each in counted)
-        assert [sorted(pair) for pair in zip(one, two, strict=True)] == [[0, width] for width in widths_E]
-
-
-def pairs_of_token_and_expert(path: Path, number: int) -> int:
-    """Of a prompt and its answer in one layer; the last token of the answer is not computed with."""
-    config = json.loads((path / "config.json").read_text())
-    return (len(prompts(path)[number]) + TOKENS // (1 + number) - 1) * config["num_experts_per_tok"]
-
-
 @pytest.mark.parametrize(("ranks", "options"), [(3, {}), (2, {"enable_expert_parallel": True})])
 def test_data_parallel_ranks_beside_shared_experts(ranks: int, options: dict[str, Any]) -> None:
     """Three divide neither the width of an expert nor its quantization groups; two hold entire experts."""
@@ -139,12 +128,7 @@ def test_data_parallel_ranks_beside_shared_experts(ranks: int, options: dict[str
     assert sum(experts) == stored_bytes_of_experts(path)
     assert max(experts) < 1.2 * sum(experts) / ranks
     if options:
-        counted = [each["counted"][0] for each in found]
-        assert_held_once(path, counted)
-        for rank, layers in enumerate(counted):
-            # those of the other rank, too
-            own = pairs_of_token_and_expert(path, rank)
-            assert all(sum(layer["tokens"]) > own for layer in layers.values())
+        assert_two_ranks_counted(path, [each["counted"][0] for each in found])
 
 
 def test_three_ranks_that_do_not_divide_the_width() -> None:
