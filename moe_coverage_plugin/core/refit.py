@@ -76,6 +76,18 @@ def refit(weights: Weights, fitted: Problem, held: Problem, act: Activation) -> 
     return Refit(new_EOH, _refit_down(weights.down_EHN, *sums), better_E)
 
 
+def token_bytes(hidden: int, channels: int, dtype: torch.dtype) -> int:
+    """Memory that :func:`refit` takes for a token of an expert, with its input and its target.
+
+    Args:
+        hidden: size of hidden states.
+        channels: at least the number of kept ones.
+        dtype: of the tokens.
+    """
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    return (wide + 2 * dtype.itemsize) * hidden + 6 * wide * channels
+
+
 def _best_change(held: Rows, weights: Weights, changes: list[Tensor], act: Activation) -> tuple[Tensor, Tensor]:
     """The change and its length that lower the error on held-back tokens most (:func:`best_fit`).
 

@@ -21,7 +21,7 @@ from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
-from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, refit
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, refit, token_bytes
 from moe_coverage_plugin.files.progress import Progress
 from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, find_moe_layers, projections
@@ -206,16 +206,11 @@ def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
     return torch.stack(weights)
 
 
-def refit_tokens(hidden: int, channels: int) -> int:
-    """Most tokens of an expert that the refit of ``gate_proj`` and ``up_proj`` uses, by its shape."""
-    return int(REFIT_BYTES / REFITTED / (8 * hidden + 24 * channels))
-
-
 def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs) -> Refit:
     """Refit all projections of experts of one width."""
     weights = _kept_weights(layer, experts, kept_EN, down_EHN)
-    most = refit_tokens(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]))
-    fitted, held = inputs.sample(experts, most)
+    each = token_bytes(inputs.x_TH.shape[1], expert_width(layer.mlps[experts[0]]), inputs.x_TH.dtype)
+    fitted, held = inputs.sample(experts, int(REFIT_BYTES / REFITTED / each))
     # otherwise none of the experts has enough
     if min(fitted.x_EMH.shape[1], held.x_EMH.shape[1]) < FEWEST_TOKENS:
         return Refit(weights.rows_EOH, down_EHN, torch.zeros(len(experts), dtype=torch.bool, device=down_EHN.device))

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_coverage_plugin.core import gauss_newton
+from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights
 from moe_coverage_plugin.core.reconstruction import RIDGES
-from moe_coverage_plugin.core.refit import FEWEST_TOKENS
-from tests.core.pruned_experts import Expert, Fit, Rows, outputs, refit_all
+from moe_coverage_plugin.core.refit import FEWEST_TOKENS, refit, token_bytes
+from tests.core.pruned_experts import Expert, Fit, Rows, outputs, refit_all, swiglu
+from tests.peak import Peak
 
 # --- better on held-back tokens, or nothing
 
@@ -309,6 +311,34 @@ def assert_same(found: Fit | None, expected: Fit | None) -> None:
     if found is not None and expected is not None:
         for one, other in zip((*found.rows, found.down_HN), (*expected.rows, expected.down_HN), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(("hidden", "channels", "kept"), [(128, 48, 40), (64, 96, 80)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_token_takes_as_many_bytes_as_are_counted(dtype: torch.dtype, hidden: int, channels: int, kept: int):
+    """Of many tokens, beside which matrices are small; 24 bytes a channel, and 8 of a hidden state in 16 bits."""
+    experts, tokens, wide = 2, 8000, torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weights = Weights(
+        torch.randn(experts, 2 * kept, hidden, generator=generator).to(dtype),
+        None,
+        torch.randn(experts, hidden, kept, generator=generator).to(dtype),
+    )
+    with Peak() as peak:
+        sides = []
+        for count in (tokens * 3 // 4, tokens // 4):
+            x_EMH = torch.randn(experts, count, hidden, generator=generator, dtype=wide).to(dtype)
+            side = Tokens(x_EMH, torch.ones(experts, count), torch.full((experts,), count))
+            sides.append(Problem(side, torch.randn(experts, count, hidden, generator=generator, dtype=wide)))
+            del x_EMH, side
+        refit(weights, *sides, swiglu)
+    counted = experts * tokens * token_bytes(hidden, channels, dtype)
+    assert 0.7 * counted < peak.bytes < counted
+    if dtype == torch.bfloat16:
+        assert token_bytes(hidden, channels, dtype) == 8 * hidden + 24 * channels
 
 
 # --- experts together

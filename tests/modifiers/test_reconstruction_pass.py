@@ -25,10 +25,11 @@ from moe_coverage_plugin import (
     load,
 )
 from moe_coverage_plugin.calibration import layerwise
+from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.core.refit import FEWEST_TOKENS
 from moe_coverage_plugin.expert_scheme import PROJECTIONS
 from moe_coverage_plugin.modeling.moe_layers import expert_width, find_moe_layers
-from moe_coverage_plugin.modifiers.reconstruction_pass import REFIT_BYTES, REFITTED, refit_tokens
+from moe_coverage_plugin.modifiers import reconstruction_pass
 from tests.modifiers.harness import (
     compress,
     flat_widths,
@@ -183,15 +184,23 @@ def test_no_experts_held_back_tokens_are_worse_than_without_reconstruction(
     assert (counts[0] > 0.5 * len(ratios)) == (refit == "all")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "channels", "tokens"), [(2048, 768, 17_950), (7168, 2048, 5_870), (128, 384, 61_000)]
-)
-def test_as_many_tokens_as_fit_into_memory_are_used(hidden: int, channels: int, tokens: int):
-    """A token takes 8 bytes for each hidden channel, and 24 for each channel of the expert."""
-    found = refit_tokens(hidden, channels)
-    assert found == pytest.approx(tokens, rel=0.01)
-    of_all = REFITTED * (8 * hidden + 24 * channels)
-    assert REFIT_BYTES - of_all < found * of_all <= REFIT_BYTES
+@pytest.mark.parametrize("tokens", [FEWEST_TOKENS - 1, 300])
+def test_as_many_tokens_as_fit_into_memory_are_used(
+    small: Path, monkeypatch: pytest.MonkeyPatch, log: list[str], tokens: int
+):
+    """A float32 token takes 12 bytes for each hidden channel, and 24 for each channel of the expert."""
+    of_a_token = 12 * SMALL["hidden_size"] + 24 * CHANNELS
+    monkeypatch.setattr(reconstruction_pass, "REFIT_BYTES", (tokens + 0.5) * reconstruction_pass.REFITTED * of_a_token)
+    sample, asked = LayerInputs.sample, []
+
+    def recorded(inputs: LayerInputs, experts: Sequence[int], most: int) -> Any:
+        asked.append(most)
+        return sample(inputs, experts, most)
+
+    monkeypatch.setattr(LayerInputs, "sample", recorded)
+    compress(small, recipe(True), dataset=many())
+    assert set(asked) == {tokens}
+    assert (reported(log)[0] == 0) == (tokens < FEWEST_TOKENS)
 
 
 def test_few_tokens_leave_the_weights_as_they_are(small: Path, log: list[str]):
