@@ -28,7 +28,8 @@ RankCounts = dict[str, dict[str, list[int]]]
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
     if args.render:
         # imported here because environments with vLLM need not have tabulate
         from benchmarks.markers import RESULTS
@@ -37,8 +38,11 @@ def main() -> None:
         write_expert_ranks(args.render, RESULTS)
         return
     if args.checkpoint is None or args.text is None or args.output is None:
-        _parser().error("a run needs CHECKPOINT, --text and --output")
-    record = measure(args)
+        parser.error("a run needs CHECKPOINT, --text and --output")
+    try:
+        record = measure(args)
+    except CoverageError as error:
+        parser.error(str(error))
     args.output.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["ratios"], indent=1))
 
@@ -87,9 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def description(manifest: Manifest) -> str:
     """Return the model of a checkpoint, and what is kept of it."""
-    kept = (
-        sum(map(sum, manifest.widths.values())) / sum(map(len, manifest.widths.values())) / manifest.intermediate_size
-    )
+    widths = [width for widths_E in manifest.widths.values() for width in widths_E]
+    kept = sum(widths) / len(widths) / manifest.intermediate_size
     model = Path(manifest.provenance.get("model", "unknown model")).name
     return f"{model}, {kept:.1%} of the expert channels in blocks of {manifest.block_size}"
 
