@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_coverage_plugin.files.atomic import write_atomically
 from moe_coverage_plugin.manifest import CoverageError
@@ -35,3 +38,15 @@ def write_between(path: Path, name: str, introduction: str, body: str) -> None:
     before, rest = text.split(begin, 1)
     after = rest.split(end, 1)[1]
     write_atomically(path, f"{before}{begin}\n\n{body}\n\n{end}{after}".encode())
+
+
+def write_sections(
+    path: Path, name: str, introduction: str, files: Sequence[Path], section: Callable[[dict[str, Any]], str]
+) -> None:
+    """Put what ``section`` makes of the JSON object in each file between the markers of ``path``.
+
+    Raises:
+        CoverageError: the file does not have the markers.
+    """
+    bodies = (section(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+    write_between(path, name, introduction, "\n\n".join(bodies))

@@ -89,8 +89,7 @@ def loading_bytes(worker: Any) -> int:
 
 def expert_methods(model: torch.nn.Module) -> list[str]:
     """Class names of the methods that run the routed experts."""
-    routed = (module for name, module in model.named_modules() if name.endswith("routed_experts"))
-    return sorted({type(getattr(module, "quant_method", None)).__name__ for module in routed})
+    return sorted({type(method).__name__ for method in _methods(model)})
 
 
 def record_routing(model: torch.nn.Module, tokens: int) -> None:
@@ -144,9 +143,13 @@ def counted_tokens(model: torch.nn.Module) -> dict[str, dict[str, list[int]]]:
 
 
 def _ragged_methods(model: torch.nn.Module) -> list[Any]:
+    return [method for method in _methods(model) if type(method).__name__ == RAGGED_METHOD]
+
+
+def _methods(model: torch.nn.Module) -> list[Any]:
+    """The methods that run the routed experts of each layer."""
     routed = (module for name, module in model.named_modules() if name.endswith("routed_experts"))
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in routed]
-    return [method for method in methods if type(method).__name__ == RAGGED_METHOD]
+    return [getattr(module, "quant_method", None) for module in routed]
 
 
 def _counting(method: Any) -> Any:

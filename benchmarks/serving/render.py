@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate  # pyright: ignore[reportMissingModuleSource]  # not in vLLM's environment
 
-from benchmarks.markers import markers, write_between
+from benchmarks.markers import markers, write_sections
 from benchmarks.serving.ratios import Figures, comparable, imbalance, ratios
 
 NAME = "serving"
@@ -41,8 +40,7 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     Raises:
         CoverageError: if the page has no markers.
     """
-    sections = [section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
+    write_sections(path, NAME, INTRODUCTION, files, section)
 
 
 def write_expert_ranks(files: Sequence[Path], path: Path) -> None:
@@ -51,8 +49,7 @@ def write_expert_ranks(files: Sequence[Path], path: Path) -> None:
     Raises:
         CoverageError: if the page has no markers.
     """
-    sections = [expert_ranks_section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    write_between(path, RANKS_NAME, RANKS_INTRODUCTION, "\n\n".join(sections))
+    write_sections(path, RANKS_NAME, RANKS_INTRODUCTION, files, expert_ranks_section)
 
 
 def expert_ranks_section(record: dict[str, Any]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markers import markers, write_between
+from benchmarks.markers import markers, write_sections
 from benchmarks.serving.render import machine
 from benchmarks.soak.figures import Figures
 from benchmarks.soak.traffic import ABORTED, KINDS, LOGPROBS, PREFIXES, PROMPT_LOGPROBS, SEVERAL, WITH_PREFIX
@@ -30,8 +29,7 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     Raises:
         CoverageError: if the page has no markers.
     """
-    sections = [section(json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    write_between(path, NAME, INTRODUCTION, "\n\n".join(sections))
+    write_sections(path, NAME, INTRODUCTION, files, section)
 
 
 def section(record: dict[str, Any]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.markers import markers, write_between
+from benchmarks.markers import markers, write_sections
 from benchmarks.whole_job.shapes import SHAPES, experts_of
 from moe_coverage_plugin.files.atomic import write_atomically
 
@@ -37,7 +36,7 @@ def write_results(files: Sequence[Path], path: Path) -> None:
     """Write the tables of the files between the markers of ``path``, at its end if it has none."""
     if path.exists() and BEGIN not in (text := path.read_text(encoding="utf-8")):
         write_atomically(path, f"{text.rstrip()}\n\n{INTRODUCTION}".encode())
-    write_between(path, NAME, INTRODUCTION, "\n\n".join(section(json.loads(file.read_text())) for file in files))
+    write_sections(path, NAME, INTRODUCTION, files, section)
 
 
 def section(record: dict[str, Any]) -> str:

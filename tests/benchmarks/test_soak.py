@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_memory_that_grows_and_answers_that_differ_are_failures():
 
 def test_results_are_written_between_markers(tmp_path: Path):
     file, page = tmp_path / "soak.json", tmp_path / "RESULTS.md"
-    file.write_text(render.json.dumps(RECORD))
+    file.write_text(json.dumps(RECORD))
     render.write_results([file], page)
     text = page.read_text()
     assert text.startswith(TITLE)
