@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,24 @@ def start(paths: Path | list[Path], options: dict[str, Any], **environment: str)
     several = paths if isinstance(paths, list) else [paths]
     arguments = ("-m", "tests.serving.ranks", json.dumps(options), *several)
     return processes.start(*arguments, cwd=REPOSITORY, env=os.environ | environment)
+
+
+def start_data_parallel(
+    path: Path, options: dict[str, Any], environments: Sequence[dict[str, str]]
+) -> list[processes.Program]:
+    """This program on one checkpoint, once for each data-parallel rank, with environment variables of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "VLLM_DP_SIZE": str(len(environments)),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+    return [
+        start(path, options, **shared, **own, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
+        for rank, own in enumerate(environments)
+    ]
 
 
 def finish(*programs: processes.Program) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 import vllm
 from packaging.version import Version
 
-from tests.processes import Program
 from tests.serving.agreement import TIMES_ROUNDING, agreement, assert_agrees, stored_bytes_of_experts
 from tests.serving.engine import checkpoint_path
-from tests.serving.ranks import CROWD, assert_two_ranks_counted, finish, start
+from tests.serving.ranks import CROWD, assert_two_ranks_counted, finish, start, start_data_parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -47,6 +45,8 @@ if Version(vllm.__version__) > Version("0.27"):
 # points take two bytes each, and half a byte in a checkpoint
 MOST_PADDING = {"ragged_bf16": 0.01, "ragged_fp8": 0.01, "ragged_asymmetric": 0.03}
 EXPERTS = {"enable_expert_parallel": True}
+# each on a card of its own
+TWO_RANKS = 2 * [{"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}]
 SEVERAL_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -113,16 +113,6 @@ def test_two_cards(name: str, options: dict[str, Any]) -> None:
     assert_shared(name, [held for held, _ in two["bytes_held"]], 1.0 if "pipeline_parallel_size" in options else 0.05)
 
 
-def start_two_ranks(path: Path, options: dict[str, Any]) -> list[Program]:
-    """Two data-parallel ranks, each on a card of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
-    shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    return [start(path, options, **shared, VLLM_DP_RANK=rank, VLLM_DP_RANK_LOCAL=rank) for rank in ("0", "1")]
-
-
 @SEVERAL_CARDS
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -131,7 +121,7 @@ def start_two_ranks(path: Path, options: dict[str, Any]) -> list[Program]:
 def test_two_data_parallel_cards(name: str, options: dict[str, Any]) -> None:
     """Each rank sends a different number of requests, so one computes empty batches at the end."""
     path = checkpoint_path(name)
-    *found, one = finish(*start_two_ranks(path, GRAPHS | options), start(path, GRAPHS))
+    *found, one = finish(*start_data_parallel(path, GRAPHS | options, TWO_RANKS), start(path, GRAPHS))
     for each in found:
         assert_right(path, each["output"])
     assert_like_one_card(path, found[0]["output"], one["output"])
@@ -142,5 +132,5 @@ def test_two_data_parallel_cards(name: str, options: dict[str, Any]) -> None:
 def test_two_data_parallel_cards_compute_the_tokens_of_each_other() -> None:
     """Without graphs, whose replays are not counted."""
     path = checkpoint_path("ragged_shared_w4a16")
-    found = finish(*start_two_ranks(path, SHARED_CARD | EXPERTS))
+    found = finish(*start_data_parallel(path, SHARED_CARD | EXPERTS, TWO_RANKS))
     assert_two_ranks_counted(path, [each["counted"][0] for each in found])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from tests.serving.ranks import (
     pairs_of_token_and_expert,
     prompts,
     start,
+    start_data_parallel,
 )
 
 pytestmark = pytest.mark.engine
@@ -104,22 +104,8 @@ def test_tensor_parallel_ranks_that_hold_entire_experts() -> None:
 def test_data_parallel_ranks_beside_shared_experts(ranks: int, options: dict[str, Any]) -> None:
     """Three divide neither the width of an expert nor its quantization groups; two hold entire experts."""
     path = checkpoint_path("ragged_shared_w4a16")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
-    processes = [
-        start(
-            path,
-            options,
-            **shared,
-            VLLM_DP_RANK=str(rank),
-            VLLM_DP_RANK_LOCAL=str(rank),
-            VLLM_CPU_OMP_THREADS_BIND=str(CORES[rank % len(CORES)]),
-        )
-        for rank in range(ranks)
-    ]
-    found = finish(*processes)
+    cores = [{"VLLM_CPU_OMP_THREADS_BIND": str(CORES[rank % len(CORES)])} for rank in range(ranks)]
+    found = finish(*start_data_parallel(path, options, cores))
     expected = one_rank(path, ranks)
     for each, alone in zip(found, expected, strict=True):
         assert_equal(each["output"], alone)
