@@ -12,7 +12,7 @@ TRIANGLE = 32
 
 
 @torch.no_grad()
-def inverse_factor(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def inverse_factor(matrix_EAA: Tensor) -> tuple[Tensor, Tensor]:
     """Upper triangular ``U`` with ``U^T U = M^-1`` for each symmetric ``M``, without a wait for the device.
 
     With the order of rows and columns reversed (``J M J``), it is ``J W J`` for the ``W`` of :func:`inverse_cholesky`:
@@ -21,29 +21,28 @@ def inverse_factor(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tens
 
     Args:
         matrix_EAA: ``M``; its memory is used.
-        block: rows that are factorized at once.
 
     Returns:
         ``[E, A, A]``, zero below the diagonal, and ``[E]``: whether ``M`` is positive definite, without which the
         factor means nothing.
     """
     reversed_EAA, inverse_EAA = matrix_EAA.flip(-2, -1), matrix_EAA.zero_()
-    solved_E = _invert(reversed_EAA, inverse_EAA, block)
+    solved_E = _invert(reversed_EAA, inverse_EAA)
     del reversed_EAA
     return inverse_EAA.flip(-2, -1), solved_E
 
 
 @torch.no_grad()
-def inverse_cholesky(matrix_EAA: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def inverse_cholesky(matrix_EAA: Tensor) -> tuple[Tensor, Tensor]:
     """Lower triangular ``W = L^-1`` for ``M = L L^T``, so that ``W^T W = M^-1``; otherwise :func:`inverse_factor`.
 
     ``M`` is overwritten.
     """
     inverse_EAA = torch.zeros_like(matrix_EAA)
-    return inverse_EAA, _invert(matrix_EAA, inverse_EAA, block)
+    return inverse_EAA, _invert(matrix_EAA, inverse_EAA)
 
 
-def _invert(matrix_EAA: Tensor, inverse_EAA: Tensor, block: int) -> Tensor:
+def _invert(matrix_EAA: Tensor, inverse_EAA: Tensor) -> Tensor:
     """Write ``L^-1`` of each ``matrix = L L^T`` into ``inverse``, half by half; the matrix is overwritten.
 
     With ``M = [[A, B^T], [B, C]]`` and ``V = L_A^-1``, the lower left part of ``L`` is ``Y = B V^T``, the lower right
@@ -53,17 +52,17 @@ def _invert(matrix_EAA: Tensor, inverse_EAA: Tensor, block: int) -> Tensor:
         ``[E]``: whether the matrix is positive definite.
     """
     size = matrix_EAA.shape[-1]
-    if size <= block:
+    if size <= BLOCK:
         factor_EAA, info_E = torch.linalg.cholesky_ex(matrix_EAA)
         _invert_triangles(factor_EAA, inverse_EAA)
         return (info_E == 0) & inverse_EAA.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
-    middle = -(-size // (2 * block)) * block
+    middle = -(-size // (2 * BLOCK)) * BLOCK
     head, tail = slice(middle), slice(middle, size)
     head_EVV, tail_EWW = inverse_EAA[:, head, head], inverse_EAA[:, tail, tail]
-    solved_E = _invert(matrix_EAA[:, head, head], head_EVV, block)
+    solved_E = _invert(matrix_EAA[:, head, head], head_EVV)
     rows_EWV = matrix_EAA[:, tail, head] @ head_EVV.mT
     matrix_EAA[:, tail, tail] -= rows_EWV @ rows_EWV.mT
-    solved_E &= _invert(matrix_EAA[:, tail, tail], tail_EWW, block)
+    solved_E &= _invert(matrix_EAA[:, tail, tail], tail_EWW)
     inverse_EAA[:, tail, head] = -tail_EWW @ (rows_EWV @ head_EVV)
     return solved_E
 

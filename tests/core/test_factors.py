@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_coverage_plugin.core import factors
 from moe_coverage_plugin.core.factors import inverse_cholesky, inverse_factor
 
 SIZES = pytest.mark.parametrize(
@@ -25,32 +26,35 @@ def matrices(size: int, damping: float = 1e-2, spread: float = 2.0) -> Tensor:
 
 
 @SIZES
-def test_the_product_of_factors_is_the_inverse(size: int, block: int):
+def test_the_product_of_factors_is_the_inverse(monkeypatch: pytest.MonkeyPatch, size: int, block: int):
+    monkeypatch.setattr(factors, "BLOCK", block)
     matrix_EAA = matrices(size)
-    factor_EAA, solved_E = inverse_factor(matrix_EAA.clone(), block)
+    factor_EAA, solved_E = inverse_factor(matrix_EAA.clone())
     assert solved_E.tolist() == [True] * 3
     assert torch.equal(factor_EAA, factor_EAA.triu())
     torch.testing.assert_close(factor_EAA, torch.linalg.cholesky(matrix_EAA.inverse(), upper=True))
 
 
 @SIZES
-def test_inverses_of_cholesky_factors(size: int, block: int):
+def test_inverses_of_cholesky_factors(monkeypatch: pytest.MonkeyPatch, size: int, block: int):
+    monkeypatch.setattr(factors, "BLOCK", block)
     matrix_EAA = matrices(size)
-    inverse_EAA, solved_E = inverse_cholesky(matrix_EAA.clone(), block)
+    inverse_EAA, solved_E = inverse_cholesky(matrix_EAA.clone())
     assert solved_E.tolist() == [True] * 3
     assert torch.equal(inverse_EAA, inverse_EAA.tril())
     torch.testing.assert_close(inverse_EAA, torch.linalg.cholesky(matrix_EAA).inverse())
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-5])
-def test_float32_is_as_accurate_as_two_factorizations(damping: float):
+def test_float32_is_as_accurate_as_two_factorizations(monkeypatch: pytest.MonkeyPatch, damping: float):
     """The usual way, in float32 too: factorize, invert, factorize the inverse."""
+    monkeypatch.setattr(factors, "BLOCK", 64)
     matrix_EAA = matrices(300, damping, spread=3.0)
     exact_EAA = torch.linalg.cholesky(matrix_EAA.inverse(), upper=True)
     twice_EAA = torch.linalg.cholesky(
         torch.cholesky_inverse(torch.linalg.cholesky(matrix_EAA.float())), upper=True
     ).double()
-    once_EAA, _ = inverse_factor(matrix_EAA.float(), 64)
+    once_EAA, _ = inverse_factor(matrix_EAA.float())
 
     def error(found_EAA: Tensor) -> float:
         return float((found_EAA - exact_EAA).norm() / exact_EAA.norm())
@@ -58,18 +62,19 @@ def test_float32_is_as_accurate_as_two_factorizations(damping: float):
     assert error(once_EAA.double()) < 1.1 * error(twice_EAA)
 
 
-def test_matrices_without_a_factor_are_named():
+def test_matrices_without_a_factor_are_named(monkeypatch: pytest.MonkeyPatch):
     """And those beside them are factorized as before."""
+    monkeypatch.setattr(factors, "BLOCK", 16)
     matrix_EAA = matrices(40)
-    expected_EAA, _ = inverse_factor(matrix_EAA.clone(), 16)
+    expected_EAA, _ = inverse_factor(matrix_EAA.clone())
     # in the last block of the reversed matrix, in the first one, and in all of them
     for broken in ((0, 0), (39, 39)):
         spoiled_EAA = matrix_EAA.clone()
         spoiled_EAA[1, *broken] = -1.0
-        factor_EAA, solved_E = inverse_factor(spoiled_EAA, 16)
+        factor_EAA, solved_E = inverse_factor(spoiled_EAA)
         assert solved_E.tolist() == [True, False, True]
         assert torch.equal(factor_EAA[::2], expected_EAA[::2])
     matrix_EAA[1] = torch.nan
-    assert inverse_factor(matrix_EAA.clone(), 16)[1].tolist() == [True, False, True]
+    assert inverse_factor(matrix_EAA.clone())[1].tolist() == [True, False, True]
     matrix_EAA[1] = 0.0
-    assert inverse_factor(matrix_EAA.clone(), 16)[1].tolist() == [True, False, True]
+    assert inverse_factor(matrix_EAA.clone())[1].tolist() == [True, False, True]
