@@ -106,12 +106,10 @@ class Rows(NamedTuple):
     def of(cls, problem: Problem, dtype: torch.dtype) -> Rows:
         """Convert the tokens of a problem for a fit in ``dtype``."""
         (x_EMH, weight_EM, _), target_EMH = problem
-        return cls(_operand(x_EMH, dtype), weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
-
-
-def _operand(x_EMH: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inputs as operands of products of a fit in ``dtype``; small gradients would underflow in float16."""
-    return x_EMH if (x_EMH.dtype, dtype) == (torch.bfloat16, torch.float32) else x_EMH.to(dtype)
+        # not of inputs in float16, in which small gradients would underflow
+        if (x_EMH.dtype, dtype) != (torch.bfloat16, torch.float32):
+            x_EMH = x_EMH.to(dtype)
+        return cls(x_EMH, weight_EM.to(dtype)[..., None], target_EMH.to(dtype))
 
 
 @torch.no_grad()
@@ -127,6 +125,8 @@ def gauss_newton_steps(problem: Rows, weights: Weights, act: Activation) -> list
     with tf32_products():
         linear, a_EMN = _linearised(x_EMH, weight_EM1, weights, act)
         factors = linear.factors(weight_EM1)
+    # the diagonal of L is that of J^T J, averaged over the columns of X
+    damping_E11 = DAMPING * factors.left_EOO.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     inverse = inverse_factors(factors, weight_EM1.count_nonzero(dim=(1, 2)))
     with tf32_products():
         # what is missing in the outputs, multiplied by the columns
@@ -134,7 +134,7 @@ def gauss_newton_steps(problem: Rows, weights: Weights, act: Activation) -> list
         left_EMN.baddbmm_(a_EMN, linear.outputs_ENN, alpha=-1).mul_(weight_EM1)
         residual_EOH = linear.backward(left_EMN.to(x_EMH.dtype))
         del left_EMN, a_EMN
-        return _conjugate_gradients(linear, residual_EOH, inverse)
+        return _conjugate_gradients(linear, residual_EOH, inverse, damping_E11)
 
 
 def inverse_factors(factors: Factors, count_E: Tensor) -> Factors:
@@ -159,8 +159,7 @@ def inverse_factors(factors: Factors, count_E: Tensor) -> Factors:
     return Factors(*inverses)
 
 
-def _conjugate_gradients(linear: _Linear, residual_EOH: Tensor, inverse: Factors) -> list[Tensor]:
-    damping_E11 = DAMPING * linear.mean_diagonal()
+def _conjugate_gradients(linear: _Linear, residual_EOH: Tensor, inverse: Factors, damping_E11: Tensor) -> list[Tensor]:
     direction_EOH = _precondition(residual_EOH, inverse)
     square_E11 = _inner(residual_EOH, direction_EOH)
     changes, going_E11 = [torch.zeros_like(residual_EOH)], torch.ones_like(square_E11, dtype=torch.bool)
@@ -223,20 +222,13 @@ class _Linear(NamedTuple):
         h_EMUN = rounded_product(self.x_EMH, change_EOH.mT, dtype).view_as(self._projections)
         return self.backward(rounded_product(h_EMUN.mul_(self._projections).sum(2), self.outputs_ENN, dtype))
 
-    def norms(self) -> Tensor:
-        """Root mean squares ``[E, M, 1]`` of the inputs."""
-        dtype = self.outputs_ENN.dtype
-        return torch.linalg.vector_norm(self.x_EMH, dim=-1, keepdim=True, dtype=dtype) / self.x_EMH.shape[-1] ** 0.5
-
-    def mean_diagonal(self) -> Tensor:
-        """``[E, 1, 1]``, of ``J^T J``."""
-        norms_EO = self.outputs_ENN.diagonal(dim1=1, dim2=2).repeat(1, self._projections.shape[2])
-        return ((self.norms() * self.slope_EMO).square().sum(1) * norms_EO).mean(1)[:, None, None]
-
     def factors(self, weight_EM1: Tensor) -> Factors:
         """``L`` and ``S`` of the module docstring, each up to a factor of its expert, without ridges."""
         dtype, parts = self.x_EMH.dtype, self._projections.shape[2]
-        slope_EMO, x_EMH = _scaled(self.slope_EMO, self.norms(), dtype), _scaled(self.x_EMH, weight_EM1, dtype)
+        wide, hidden = self.outputs_ENN.dtype, self.x_EMH.shape[-1]
+        # root mean squares of the inputs
+        norms_EM1 = torch.linalg.vector_norm(self.x_EMH, dim=-1, keepdim=True, dtype=wide) / hidden**0.5
+        slope_EMO, x_EMH = _scaled(self.slope_EMO, norms_EM1, dtype), _scaled(self.x_EMH, weight_EM1, dtype)
         outputs_EOO = self.outputs_ENN.repeat(1, parts, parts)
         return Factors(wide_product(slope_EMO.mT, slope_EMO).mul_(outputs_EOO), wide_product(x_EMH.mT, x_EMH))
 
