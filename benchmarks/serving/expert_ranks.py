@@ -1,11 +1,14 @@
-"""Counts what each rank of expert parallelism holds and computes, for a calibrated checkpoint and a text.
+r"""Counts what each rank of expert parallelism holds and computes, for a calibrated checkpoint and a text.
 
 The checkpoint is served with ``--enable-expert-parallel`` over ``--tensor-parallel-size`` ranks, without graphs, whose
 replays cannot be counted. Every rank reports its bytes of experts, and the tokens that were routed to each expert. The
 busiest rank is compared with the mean, beside what calibration tokens predict, and beside vLLM's own placement for the
-same tokens, which assigns equal numbers of experts in their order.
+same tokens, which assigns equal numbers of experts in their order. With ``--data-parallel-size``, there are as many
+engines, each with a part of the text, and every engine computes its experts for the tokens of all.
 
     python -m benchmarks.serving.expert_ranks CHECKPOINT --text TEXT --output out/expert_ranks.json
+    python -m benchmarks.serving.expert_ranks CHECKPOINT --text TEXT --output out/dp2.json --data-parallel-size 2 \
+        --tensor-parallel-size 1
     python -m benchmarks.serving.expert_ranks --render out/expert_ranks.json
 """
 
@@ -14,7 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +32,10 @@ from moe_coverage_plugin.manifest import CoverageError, Manifest
 
 # per rank, by name of each layer's experts: channels that the rank holds of every expert, and tokens routed to it
 RankCounts = dict[str, dict[str, list[int]]]
+
+# where an engine writes what its ranks counted, if it is one of several
+FOLDER = "EXPERT_RANKS_FOLDER"
+TIMEOUT_S = 600
 
 
 def main() -> None:
@@ -39,6 +50,9 @@ def main() -> None:
         return
     if args.checkpoint is None or args.text is None or args.output is None:
         parser.error("a run needs CHECKPOINT, --text and --output")
+    if FOLDER in os.environ:
+        _one_of_engines(args)
+        return
     try:
         record = measure(args)
     except CoverageError as error:
@@ -56,14 +70,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     if manifest.tokens.keys() != manifest.widths.keys():
         raise CoverageError(f"{args.checkpoint} lacks calibration tokens: compress the model with this release")
+    windows = _windows(args.checkpoint, args.text, args.windows, args.length)
+    counts, held = _of_engines(args) if args.data_parallel_size > 1 else served(args, windows)
+    # imported here because it imports torch, which the engines of other processes need first
+    from benchmarks.serving.variant import environment
+
+    return {
+        "command": portable("benchmarks.serving.expert_ranks", sys.argv[1:], {"--output"}),
+        "seed": args.seed,
+        "environment": environment(),
+        "checkpoint": description(manifest),
+        "ranks": args.tensor_parallel_size * args.data_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "tokens": sum(map(len, windows)),
+        "by_rank": by_rank(counts, held),
+        "ratios": ratios(counts, manifest),
+    }
+
+
+def served(args: argparse.Namespace, windows: Sequence[Sequence[int]]) -> tuple[list[RankCounts], list[int]]:
+    """Serve the windows by one engine, and return what each of its ranks counted, and the bytes of its experts."""
     # vLLM needs this to send functions to the engine's processes
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM, SamplingParams
 
     from benchmarks.serving import parameters
-    from benchmarks.serving.variant import environment
 
-    windows = _windows(args.checkpoint, args.text, args.windows, args.length)
     llm = LLM(
         str(args.checkpoint),
         tensor_parallel_size=args.tensor_parallel_size,
@@ -75,18 +107,65 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     llm.apply_model(parameters.count_tokens)
     sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": ids} for ids in windows], sampling, use_tqdm=False)
-    counts, held = llm.apply_model(parameters.counted_tokens), llm.apply_model(parameters.expert_bytes)
-    return {
-        "command": portable("benchmarks.serving.expert_ranks", sys.argv[1:], {"--output"}),
-        "seed": args.seed,
-        "environment": environment(),
-        "checkpoint": description(manifest),
-        "ranks": args.tensor_parallel_size,
-        "tokens": sum(map(len, windows)),
-        "by_rank": by_rank(counts, held),
-        "ratios": ratios(counts, manifest),
+    # an engine that is done computes for the others, so all begin and end together
+    wait_for_engines("counting")
+    llm.generate([{"prompt_token_ids": list(ids)} for ids in windows], sampling, use_tqdm=False)
+    wait_for_engines("generated")
+    return llm.apply_model(parameters.counted_tokens), llm.apply_model(parameters.expert_bytes)
+
+
+def _of_engines(args: argparse.Namespace) -> tuple[list[RankCounts], list[int]]:
+    """Serve by several data-parallel engines, each in a process of its own, which runs this command."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "VLLM_DP_SIZE": str(args.data_parallel_size),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
     }
+    command = [sys.executable, "-m", "benchmarks.serving.expert_ranks", *sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        engines = [
+            subprocess.Popen(
+                command,
+                env=os.environ | shared | {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, FOLDER: folder},
+            )
+            for rank in map(str, range(args.data_parallel_size))
+        ]
+        if not all_succeed(engines):
+            raise CoverageError("an engine failed: see its messages above")
+        parts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(args.data_parallel_size)]
+    return [each for counts, _ in parts for each in counts], [each for _, held in parts for each in held]
+
+
+def all_succeed(engines: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait for all; if one fails, the others, which wait for it, are ended."""
+    while None in (statuses := [engine.poll() for engine in engines]) and not any(statuses):
+        time.sleep(0.1)
+    for engine in engines:
+        engine.terminate()
+        engine.wait()
+    return not any(statuses)
+
+
+def _one_of_engines(args: argparse.Namespace) -> None:
+    """Serve the part of this engine, and write what its ranks counted."""
+    rank = int(os.environ["VLLM_DP_RANK"])
+    windows = _windows(args.checkpoint, args.text, args.windows, args.length)[rank :: args.data_parallel_size]
+    (Path(os.environ[FOLDER]) / f"{rank}.json").write_text(json.dumps(served(args, windows)))
+
+
+def wait_for_engines(event: str) -> None:
+    """Wait until all data-parallel engines have come this far."""
+    if FOLDER not in os.environ:
+        return
+    folder, deadline = Path(os.environ[FOLDER]), time.monotonic() + TIMEOUT_S
+    (folder / f"{os.environ['VLLM_DP_RANK']}.{event}").touch()
+    while len(list(folder.glob(f"*.{event}"))) < int(os.environ["VLLM_DP_SIZE"]):
+        if time.monotonic() > deadline:
+            raise CoverageError(f"another engine has not come to {event!r} within {TIMEOUT_S} s")
+        time.sleep(0.01)
 
 
 def description(manifest: Manifest) -> str:
@@ -177,7 +256,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, help="text to route, in UTF-8")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="number of ranks")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="number of ranks of an engine")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="number of engines")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=0, help="option of vLLM; nothing here is random")
     parser.add_argument("--output", type=Path, help="JSON file to write")

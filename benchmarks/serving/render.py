@@ -55,7 +55,7 @@ def write_expert_ranks(files: Sequence[Path], path: Path) -> None:
 def expert_ranks_section(record: dict[str, Any]) -> str:
     """What each rank held and computed, and the ratios of the busiest rank to the mean, as Markdown."""
     head = [
-        f"Card: {record['environment']['card']}, {record['ranks']} ranks.",
+        f"Card: {record['environment']['card']}, {record['ranks']} ranks{_engines(record)}.",
         *software(record),
         f"Checkpoint: {record['checkpoint']}; {record['tokens']:,} tokens.",
     ]
@@ -73,6 +73,12 @@ def expert_ranks_section(record: dict[str, Any]) -> str:
         for kind, title in titles.items()
     }
     return "\n\n".join(("\n".join(f"- {line}" for line in head), _table(ranks), _table(balance)))
+
+
+def _engines(record: dict[str, Any]) -> str:
+    # measured files of one engine need not have the number
+    count = record.get("data_parallel_size", 1)
+    return f" of {count} data-parallel engines, which gather the tokens of all" if count > 1 else ""
 
 
 def machine(record: dict[str, Any]) -> list[str]:

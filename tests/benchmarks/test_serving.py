@@ -77,3 +77,4 @@ def test_counts_of_ranks_are_rendered():
     assert "- Checkpoint: a model; 8,192 tokens." in lines
     assert "| bytes of experts | 1,000 | 900 |" in lines
     assert "| busiest rank of each layer / mean: channels times tokens | 1.125 | 1.000 | 1.500 |" in lines
+    assert "2 ranks of 2 data-parallel engines" in expert_ranks_section(record | {"data_parallel_size": 2})

@@ -199,6 +199,27 @@ def test_checkpoints_without_counts_stop_before_an_engine_starts(
         expert_ranks.measure(SimpleNamespace(checkpoint=tmp_path))  # pyright: ignore[reportArgumentType]  # stops first
 
 
+def test_engines_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_ranks, "TIMEOUT_S", 0)
+    expert_ranks.wait_for_engines("counting")  # one engine alone
+    for name, value in {expert_ranks.FOLDER: str(tmp_path), "VLLM_DP_RANK": "0", "VLLM_DP_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CoverageError, match="another engine has not come to 'counting'"):
+        expert_ranks.wait_for_engines("counting")
+    (tmp_path / "1.counting").touch()
+    expert_ranks.wait_for_engines("counting")
+
+
+def test_an_engine_that_fails_ends_those_that_wait_for_it() -> None:
+    def engine(code: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    assert expert_ranks.all_succeed([engine(""), engine("")])
+    waiting = engine("import time; time.sleep(600)")
+    assert not expert_ranks.all_succeed([waiting, engine("raise SystemExit(3)")])
+    assert waiting.returncode is not None
+
+
 def test_last_error_of_a_log_is_its_cause() -> None:
     log = (
         "INFO started\n(EngineCore pid=7) ERROR 01-01 [core.py:1] NotImplementedError: No backend.\n"
