@@ -11,10 +11,10 @@ from pathlib import Path
 
 from moe_coverage_plugin.report.pareto import read_results, write_pareto
 
-RESULTS = Path(__file__).with_name("results") / "qwen3_moe_85m.jsonl"
+RESULTS = Path(__file__).with_name("results") / "recommended_qwen3_moe_85m.jsonl"
 PICTURE = Path(__file__).with_name("pareto.png")
 TABLE = "sweep"
-METHODS = ("unpruned", "fisher, fits down_proj only", "paper", "REAP", "uniform width")
+METHODS = ("unpruned", "recommended", "paper", "REAP", "uniform width")
 BITS = (16, 4)
 # at higher sparsities, the loss of all methods is too large for the scale of the picture
 MAX_SPARSITY = 0.5

@@ -48,6 +48,28 @@ class Measurement:
     removed_experts: int
 
 
+def score_fields(setting: Setting) -> dict[str, Any] | None:
+    """Return the fields of the ``AttributionModifier`` that measures what a setting needs, ``None`` for nothing."""
+    wanted = setting.recipe.modifiers.get("AttributionModifier")
+    if setting.recipe.drop_least_used is not None:
+        wanted = USAGE
+    if wanted is None:
+        return None
+    # every file has all importances in closed form, and one backward pass computes all that need gradients
+    fields = {name: value for name, value in wanted.items() if name != "expert_importance"}
+    if wanted.get("expert_importance") in NLL_IMPORTANCES:
+        fields["expert_importance"] = NLL_IMPORTANCES[0]
+    return fields
+
+
+def score_path(folder: Path, setting: Setting, calibration: Windows) -> Path | None:
+    """Return where a setting's scores are kept, ``None`` if it needs none."""
+    fields = score_fields(setting)
+    if fields is None:
+        return None
+    return folder / f"{'-'.join(map(str, (*fields.values(), calibration.sha256)))}.safetensors"
+
+
 def open_linear(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Open the model with linear experts, as ``oneshot`` does; it is copied for every setting."""
     # the model is moved to the device first, because linear experts compute on the device they were created on
@@ -97,20 +119,9 @@ class Bench:
 
     def score_file(self, setting: Setting, calibration: Windows) -> Path | None:
         """Return the score file that a setting needs, measured if it does not exist; ``None`` if it needs none."""
-        wanted = setting.recipe.modifiers.get("AttributionModifier")
-        if setting.recipe.drop_least_used is not None:
-            wanted = USAGE
-        if wanted is None:
+        path, fields = score_path(self.folder, setting, calibration), score_fields(setting)
+        if path is None or fields is None:
             return None
-        return self._scores(wanted, calibration)
-
-    def _scores(self, wanted: dict[str, Any], calibration: Windows) -> Path:
-        # every file has all importances in closed form, and one backward pass computes all that need gradients
-        fields = {name: value for name, value in wanted.items() if name != "expert_importance"}
-        if wanted.get("expert_importance") in NLL_IMPORTANCES:
-            fields["expert_importance"] = NLL_IMPORTANCES[0]
-        name = "-".join(map(str, (*fields.values(), calibration.sha256)))
-        path = self.folder / f"{name}.safetensors"
         if path.exists():
             self.scoring_seconds.setdefault(path, 0.0)
         else:

@@ -7,9 +7,9 @@ import platform
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.allocation import rows, tables, text
-from benchmarks.allocation.bench import Bench, open_linear
-from benchmarks.allocation.tables import Setting
+from benchmarks.allocation.bench import Bench
+from benchmarks.allocation.jobs import Job, measured_row, open_bench
 from benchmarks.allocation.text import Source, Windows
+from benchmarks.allocation.workers import measured_by
 from benchmarks.commands import portable
 from benchmarks.plan import processor
 from moe_coverage_plugin.manifest import CoverageError
 
-OF_THE_RUN = ("--share", "--scores", "--results")
+OF_THE_RUN = ("--workers", "--scores", "--results")
 """Options that do not change a row, so its stored command leaves them out."""
 
 
@@ -43,9 +44,8 @@ class Plan:
         dtype: dtype to compute in.
         tables: regular expression for keys of tables; the unpruned model is always measured.
         own: files of text that the model wrote itself, by ``moe-coverage sample``, one for each seed.
-        share: index and number of shares of the missing rows, if several processes measure one comparison, each with
-            its own copy of the results file.
-        scores: directory that keeps the measured scores, which such processes can share; ``None`` to delete them.
+        workers: processes that measure, each with a model of its own; one measures here.
+        scores: directory that keeps the measured scores; ``None`` to delete them.
     """
 
     name: str
@@ -58,23 +58,8 @@ class Plan:
     dtype: str
     tables: str
     own: Sequence[Path] = ()
-    share: tuple[int, int] = (0, 1)
+    workers: int = 1
     scores: Path | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """A row to measure: its setting, seed and calibration windows, and the fields that are known beforehand."""
-
-    setting: Setting
-    seed: int
-    calibration: Windows
-    about: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        setting = self.setting
-        return f"{setting.table} | {setting.name} | {setting.sparsity:.0%} | {setting.bits} bits | seed {self.seed}"
 
 
 def run(plan: Plan, device: torch.device, results: Path) -> None:
@@ -107,24 +92,27 @@ def run(plan: Plan, device: torch.device, results: Path) -> None:
     jobs = plan_jobs(plan, text.calibration_pools(plan.calibration, tokenizer), common, own)
     known = {row.key for row in rows.resume(results)}
     missing = [job for job in jobs if rows.key(job.about) not in known]
-    todo = share_of(missing, *plan.share)
-    print(f"{len(jobs)} rows, {len(missing)} of them not in {results}, {len(todo)} to measure here", flush=True)
+    print(f"{len(jobs)} rows, {len(missing)} of them not in {results}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         scores = plan.scores or Path(folder)
         scores.mkdir(parents=True, exist_ok=True)
-        pristine = open_linear(plan.model, getattr(torch, plan.dtype), device)
-        bench = Bench(pristine, tokenizer, evaluation, device, scores)
-        for number, job in enumerate(todo, 1):
-            row = measured_row(bench, job)
+        opened = partial(open_bench, plan.model, plan.dtype, evaluation, device, scores)
+        for number, row in enumerate(_measured(missing, opened, scores, plan.workers), 1):
             rows.append_row(results, row)
             found = f"error: {row.refusal}" if row.loss is None else f"loss {row.loss:.4f}"
-            print(f"{number}/{len(todo)} {job.label} | {found} | {row.seconds:.1f} s", flush=True)
+            print(f"{number}/{len(missing)} {_label(row)} | {found} | {row.seconds:.1f} s", flush=True)
 
 
-def share_of(jobs: Sequence[Job], part: int, parts: int) -> list[Job]:
-    """Return share ``part`` of ``parts``; jobs are sorted by calibration windows, so that few processes score each."""
-    ordered = sorted(jobs, key=lambda job: (job.setting.corpus, job.seed))
-    return ordered[len(ordered) * part // parts : len(ordered) * (part + 1) // parts]
+def _measured(jobs: Sequence[Job], opened: Callable[[], Bench], scores: Path, workers: int) -> Iterator[rows.Row]:
+    if workers > 1:
+        yield from measured_by(workers, jobs, opened, scores)
+    elif jobs:
+        bench = opened()
+        yield from (measured_row(bench, job) for job in jobs)
+
+
+def _label(row: rows.Row) -> str:
+    return f"{row.table} | {row.name} | {row.sparsity:.0%} | {row.bits} bits | seed {row.seed}"
 
 
 def plan_jobs(
@@ -168,25 +156,6 @@ def plan_jobs(
             }
             jobs.append(Job(setting, seed, calibration, {**common, **own}))
     return jobs
-
-
-def measured_row(bench: Bench, job: Job) -> rows.Row:
-    """Measure one row; an error of this package or of REAP is stored in the row."""
-    start = time.perf_counter()
-    figures: dict[str, Any] = dict.fromkeys(rows.FIGURES)
-    scoring = 0.0
-    try:
-        if (scores := bench.score_file(job.setting, job.calibration)) is not None:
-            scoring = bench.scoring_seconds[scores]
-        start = time.perf_counter()
-        figures |= asdict(bench.measure(job.setting, job.calibration, job.seed))
-    except CoverageError as error:
-        figures["refusal"] = str(error)
-    except ValueError as error:  # raised by the toolkit's REAP modifier
-        if "REAPPruningModifier" not in job.setting.recipe.modifiers:
-            raise
-        figures["refusal"] = str(error)
-    return rows.Row(**job.about, **figures, seconds=time.perf_counter() - start, scoring_seconds=scoring)
 
 
 def _joint_hash(windows: Iterable[Windows]) -> str:

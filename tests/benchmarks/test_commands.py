@@ -19,10 +19,10 @@ def test_files_outside_of_the_working_directory_have_no_directory(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [
-        (["--share", "2/8", "--tables", "main", "--results", "out/2.jsonl"], " --tables main"),
+        (["--workers", "8", "--tables", "main", "--results", "out/2.jsonl"], " --tables main"),
         (["--bits", "4"], " --bits 4"),
         ([], ""),
     ],
 )
 def test_options_that_change_no_figure_are_left_out(arguments: list[str], kept: str):
-    assert portable("benchmarks.m", arguments, {"--share", "--results"}) == f"python -m benchmarks.m{kept}"
+    assert portable("benchmarks.m", arguments, {"--workers", "--results"}) == f"python -m benchmarks.m{kept}"

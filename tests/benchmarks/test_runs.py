@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks.allocation import rows, runs
-from benchmarks.allocation.__main__ import parse_share
 from benchmarks.allocation.bench import Bench
+from benchmarks.allocation.jobs import measured_row
 from benchmarks.allocation.render import write_results
 from benchmarks.allocation.text import Source, Windows
 from moe_coverage_plugin import CoverageError
@@ -75,7 +75,7 @@ def test_an_error_is_stored_as_a_row(
     bench: Bench, calibration: Windows, plan: runs.Plan, tmp_path: Path, name: str, message: str
 ):
     jobs = runs.plan_jobs(replace(plan, tables="^alignment$"), {"calibration": calibration.ids_WS}, common(plan))
-    row = runs.measured_row(bench, next(job for job in jobs if job.setting.name == name))
+    row = measured_row(bench, next(job for job in jobs if job.setting.name == name))
     assert row.loss is None
     assert row.refusal is not None
     assert message in row.refusal
@@ -121,10 +121,18 @@ def test_rows_of_own_text(plan: runs.Plan):
         runs.plan_jobs(replace(plan, calibration_windows=6), pools, common(plan), own)
 
 
-def test_each_row_is_in_exactly_one_share(plan: runs.Plan):
-    pools = {name: torch.arange(20 * 512).reshape(20, 512) for name in ("c4", "wiki")}
-    jobs = runs.plan_jobs(replace(plan, tables="^corpora$"), pools, common(plan))
-    shares = [runs.share_of(jobs, *parse_share(f"{number}/4")) for number in (1, 2, 3, 4)]
-    assert sorted(job.label for share in shares for job in share) == sorted(job.label for job in jobs)
-    # there are four sets of calibration windows (two corpora, two seeds), and the unpruned row
-    assert max(len({(job.setting.corpus, job.seed) for job in share}) for share in shares) <= 2
+def test_several_processes_measure_what_one_measures(plan: runs.Plan, tmp_path: Path):
+    """Rows with scores, without them, and with an error."""
+    plan = replace(plan, tables="^(main|alignment)$", seeds=range(1))
+    measured = {}
+    for workers in (1, 2):
+        results = tmp_path / f"{workers}.jsonl"
+        runs.run(replace(plan, workers=workers), torch.device("cpu"), results)
+        measured[workers] = {row.key: (row.loss, row.bytes, row.refusal) for row in rows.read_rows(results)}
+        assert len(measured[workers]) == len(rows.read_rows(results))
+    assert measured[1] == measured[2]
+    assert {refusal is None for _, _, refusal in measured[2].values()} == {True, False}
+    scored = {
+        row.scoring_seconds for row in rows.read_rows(results) if "AttributionModifier" in row.recipe["modifiers"]
+    }
+    assert min(scored) > 0
