@@ -127,11 +127,10 @@ class GradientObserver:
         that of its largest weight.
         """
         output_HH = self.sums["output_HH"]
-        tokens = len(grad_MH) // self.layer.top_k
         weights_M = routing.routing_weights_M.to(output_HH.dtype).masked_fill(~active_M, 0)
-        weights_KT = routing.by_slot(weights_M, tokens)
+        weights_KT = routing.by_slot(weights_M)
         largest_T, slot_T = weights_KT.abs().max(0)
-        rows_KT = routing.by_slot(torch.arange(len(grad_MH), device=grad_MH.device), tokens)
+        rows_KT = routing.order_M.view_as(weights_KT)
         norm_T = torch.linalg.vector_norm(weights_KT, dim=0)
         grad_TH = grad_MH[rows_KT.gather(0, slot_T[None])[0]].to(output_HH.dtype) * (norm_T / largest_T)[:, None]
         # not by a factor of zero, which leaves an infinite gradient NaN

@@ -104,7 +104,7 @@ class GroupedExperts:
 
     def _trace(self, hidden_TH: Tensor, routing: Routing) -> ExpertTrace:
         lengths_E = routing.lengths_E if self._kept is None else routing.lengths_E[self._kept]
-        x_MH = hidden_TH[routing.tokens_M]
+        x_MH = routing.rows(hidden_TH)
         gate_MI = self._projections["gate_proj"](x_MH, lengths_E) if "gate_proj" in self._projections else None
         up_MI = self._projections["up_proj"](x_MH, lengths_E)
         if gate_MI is None:
@@ -117,7 +117,7 @@ class GroupedExperts:
 def _weighted_sum(z_MH: Tensor, routing: Routing, hidden_TH: Tensor) -> Tensor:
     """The outputs of the experts of each token, times their routing weights, added."""
     weighted_MH = (z_MH * routing.routing_weights_M[:, None]).to(hidden_TH.dtype)
-    return routing.over_slots(weighted_MH, len(hidden_TH))
+    return routing.over_slots(weighted_MH)
 
 
 class RaggedExperts:
