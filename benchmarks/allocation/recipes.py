@@ -121,4 +121,7 @@ def quantizer(bits: int, rounding: Rounding = "nearest") -> Modifiers:
         return {}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": BLOCK}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {QUANTIZERS[rounding]: {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}}
+    fields = {"config_groups": groups, "ignore": ["lm_head", "re:.*shared_expert_gate$"]}
+    # as in the recommended recipes
+    observer = {"weight_observer": "imatrix_mse"} if rounding == "gptq" else {}
+    return {QUANTIZERS[rounding]: fields | observer}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from compressed_tensors.distributed import greedy_bin_packing, is_distributed
 from compressed_tensors.offload import get_execution_device, update_offload_parameter
-from compressed_tensors.quantization import QuantizationStrategy
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import assign_batches
@@ -22,7 +22,7 @@ from llmcompressor.modifiers.quantization.calibration import (
 )
 from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import Linear, Module
@@ -42,6 +42,7 @@ from moe_coverage_plugin.modifiers.oneshot_run import prepare
 from moe_coverage_plugin.modifiers.resumption import run_progress
 from moe_coverage_plugin.modifiers.run_bar import run_bar
 from moe_coverage_plugin.modifiers.shared_inputs import QUANTIZED, InputSums, hessian, stacked
+from moe_coverage_plugin.modifiers.weight_ranges import observe_weighted, weighs_inputs
 
 # of the mean of the diagonal: keeps weights of channels that no token activates, which the toolkit would set to zero
 FLOOR = 1e-9
@@ -57,7 +58,9 @@ class LayerwiseGPTQModifier(GPTQModifier):
     an expert count the tokens that the router sent to it, without padding, and exist for a few experts at a time.
 
     Directly behind ``ChannelPruningModifier(reconstruct=True)`` there is no pass: each layer is quantized right after
-    it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``.
+    it is pruned, and later layers are fitted to what it computes then. Fields: those of ``GPTQModifier``. With
+    ``weight_observer="imatrix_mse"``, the ranges of weights are those with the least error at the same inputs
+    (:mod:`~moe_coverage_plugin.modifiers.weight_ranges`).
 
     Lifecycle:
 
@@ -72,6 +75,7 @@ class LayerwiseGPTQModifier(GPTQModifier):
         LayerwiseGPTQModifier:
           targets: [Linear]
           scheme: W4A16
+          weight_observer: imatrix_mse
           ignore: [lm_head]
     """
 
@@ -82,6 +86,20 @@ class LayerwiseGPTQModifier(GPTQModifier):
     _joined: bool = PrivateAttr(default=False)
     # Hessian matrices of linear layers outside of experts, of the decoder layer that is observed now
     _others: InputSums = PrivateAttr(default_factory=InputSums)
+
+    @model_validator(mode="after")
+    def _counts_inputs_itself(self) -> Self:
+        """Leave the toolkit's pass out for ``imatrix_mse``, too."""
+        groups = self._groups
+        activations = [each for group in groups for each in (group.input_activations, group.output_activations)]
+        observed = any(each is not None and each.dynamic is not True for each in activations)
+        self.requires_calibration_data = observed or self.kv_cache_scheme is not None
+        return self
+
+    @property
+    def _groups(self) -> list[QuantizationScheme]:
+        groups = self.resolved_config.config_groups.values()
+        return [group for group in groups if not isinstance(group, list)]
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Attach the scheme, and check model, data and schemes."""
@@ -205,7 +223,12 @@ class LayerwiseGPTQModifier(GPTQModifier):
         for module in own:
             self._initialize_observers(module)
             apply_calibration_status(module)
-        observe(list(own), base_name="weight")
+        weighted = {module: own[module].diagonal().clone() for module in own if weighs_inputs(module)}
+        if is_distributed():
+            for squares_A in weighted.values():
+                dist.all_reduce(squares_A)
+        observe_weighted(weighted)
+        observe([module for module in own if module not in weighted], base_name="weight")
         # ranks write the weights of a module one by one
         stacks = [] if is_distributed() else stacked(own)
         together = {linear for stack in stacks for linear in stack.linears}
@@ -270,15 +293,13 @@ class LayerwiseGPTQModifier(GPTQModifier):
     def _check_schemes(self) -> None:
         """Stop at schemes that need more than the inputs of linear layers."""
         name = type(self).__name__
-        groups = self.resolved_config.config_groups.values()
-        weights = [group.weights for group in groups if not isinstance(group, list) and group.weights is not None]
-        # set by the toolkit if a scheme observes activations
+        weights = [group.weights for group in self._groups if group.weights is not None]
         if self.requires_calibration_data or any(
             each.strategy == QuantizationStrategy.TENSOR_GROUP for each in weights
         ):
             raise CoverageError(
-                f"{name} quantizes weights only, without scales of activations, imatrix observers or global scales: "
-                "use GPTQModifier for this scheme"
+                f"{name} quantizes weights only, without scales of activations or global scales: use GPTQModifier for "
+                "this scheme"
             )
 
     def _check_places(self, model: PreTrainedModel) -> None:

@@ -53,8 +53,11 @@ def recommended_recipe(
     if scheme is not None:
         fitting = _fitting_scheme(scheme, block_size)
         integers = fitting.weights is not None and fitting.weights.type == QuantizationType.INT
-        quantizer = LayerwiseGPTQModifier if gptq and integers else QuantizationModifier
-        modifiers.append(quantizer(config_groups={"group_0": fitting}, ignore=[*NEVER_QUANTIZED, *ignore]))
+        fields = {"config_groups": {"group_0": fitting}, "ignore": [*NEVER_QUANTIZED, *ignore]}
+        if gptq and integers:
+            modifiers.append(LayerwiseGPTQModifier(**fields, weight_observer="imatrix_mse"))
+        else:
+            modifiers.append(QuantizationModifier(**fields))
     return modifiers
 
 

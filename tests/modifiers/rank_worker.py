@@ -67,7 +67,8 @@ def calibrate(source: str, dataset: Dataset) -> tuple[PreTrainedModel, Attributi
     # in float64, because the order of sums, which depends on ranks, must not change the order of channels
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     linearize_moe(model)
-    recipe = [*recommended_recipe(0.5, block_size=64, scheme=None), LayerwiseGPTQModifier(**four_bits(64))]
+    quantizer = LayerwiseGPTQModifier(**four_bits(64), weight_observer="imatrix_mse")
+    recipe = [*recommended_recipe(0.5, block_size=64, scheme=None), quantizer]
     attribution = recipe[0]
     assert isinstance(attribution, AttributionModifier)
     oneshot(model=model, dataset=dataset, num_calibration_samples=len(dataset), recipe=recipe)

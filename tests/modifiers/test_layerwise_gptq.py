@@ -153,6 +153,17 @@ def test_outputs_are_closer_than_by_rounding_to_nearest(small: Path, alone: Any,
     assert distance(behind_pruning if sparsity else alone, original, ids) < distance(nearest, original, ids)
 
 
+def test_ranges_of_least_error_bring_outputs_closer(small: Path, alone: Any):
+    """No pass of the toolkit counts inputs, and none of its hooks stays."""
+    modifier = LayerwiseGPTQModifier(**W4, weight_observer="imatrix_mse")
+    assert not modifier.requires_calibration_data
+    model = compress(small, [modifier], **RUN)
+    original, ids = open_linear(small), torch.tensor(RUN["dataset"]["input_ids"])
+    assert distance(model, original, ids) < distance(alone, original, ids)
+    assert all(on_grid(module) for module in quantized(model).values())
+    assert not any(module._forward_pre_hooks for module in quantized(model).values())
+
+
 # --- behind pruning
 
 
