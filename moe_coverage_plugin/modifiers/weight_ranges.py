@@ -43,14 +43,16 @@ def observe_weighted(squares: Mapping[Module, Tensor]) -> None:
     """
     for layers in _of_one_kind(list(squares)):
         observer: Any = layers[0].weight_observer
-        weights = [flatten_for_calibration(each.weight.detach(), "weight", observer.args) for each in layers]
-        importance = [
-            flatten_for_calibration(_relative(squares[each]).expand_as(each.weight), "weight", observer.args)
-            for each in layers
-        ]
-        least, most = least_error_ranges(torch.cat(weights, 1), torch.cat(importance, 1), observer)
-        rows = [len(each.weight) for each in layers]
-        for layer, low, high in zip(layers, least.split(rows), most.split(rows), strict=True):
+        # read once, because each read of an offloaded weight copies it
+        weights = [each.weight.detach() for each in layers]
+        parts = [_relative(squares[each]).expand_as(weight) for each, weight in zip(layers, weights, strict=True)]
+        rows, importance = (
+            torch.cat([flatten_for_calibration(each, "weight", observer.args) for each in tensors], dim=1)
+            for tensors in (weights, parts)
+        )
+        least, most = least_error_ranges(rows, importance, observer)
+        sizes = [each.out_features for each in layers]
+        for layer, low, high in zip(layers, least.split(sizes), most.split(sizes), strict=True):
             found: Any = layer.weight_observer
             found.min_vals, found.max_vals = low, high
 
@@ -85,12 +87,12 @@ def least_error_ranges(weights: Tensor, importance: Tensor, observer: IMatrixMSE
 
 
 def _of_one_kind(layers: Sequence[Any]) -> Iterator[list[Any]]:
-    """Layers whose weights have one shape, dtype and scheme, as many as are searched together."""
-    kinds: dict[Any, list[Any]] = defaultdict(list)
+    """Linear layers of one shape and scheme, as many as are searched together."""
+    kinds: dict[tuple[int, int, str], list[Any]] = defaultdict(list)
     for layer in layers:
-        kinds[layer.weight.shape, layer.weight.dtype, str(layer.weight_observer.args)].append(layer)
-    for (shape, *_), alike in kinds.items():
-        count = max(1, TOGETHER // shape.numel())
+        kinds[layer.out_features, layer.in_features, str(layer.weight_observer.args)].append(layer)
+    for (out_features, in_features, _), alike in kinds.items():
+        count = max(1, TOGETHER // (out_features * in_features))
         yield from (alike[first : first + count] for first in range(0, len(alike), count))
 
 
