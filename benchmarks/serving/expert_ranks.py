@@ -114,24 +114,22 @@ def served(args: argparse.Namespace, windows: Sequence[Sequence[int]]) -> tuple[
     return llm.apply_model(parameters.counted_tokens), llm.apply_model(parameters.expert_bytes)
 
 
-def _of_engines(args: argparse.Namespace) -> tuple[list[RankCounts], list[int]]:
-    """Serve by several data-parallel engines, each in a process of its own, which runs this command."""
+def data_parallel_environments(size: int) -> list[dict[str, str]]:
+    """Return the variables that make a process of vLLM one of several data-parallel engines, for each of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        "VLLM_DP_SIZE": str(args.data_parallel_size),
-        "VLLM_DP_MASTER_IP": "127.0.0.1",
-        "VLLM_DP_MASTER_PORT": str(port),
-    }
+    shared = {"VLLM_DP_SIZE": str(size), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    return [shared | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(size)]
+
+
+def _of_engines(args: argparse.Namespace) -> tuple[list[RankCounts], list[int]]:
+    """Serve by several data-parallel engines, each in a process of its own, which runs this command."""
     command = [sys.executable, "-m", "benchmarks.serving.expert_ranks", *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:
         engines = [
-            subprocess.Popen(
-                command,
-                env=os.environ | shared | {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank, FOLDER: folder},
-            )
-            for rank in map(str, range(args.data_parallel_size))
+            subprocess.Popen(command, env=os.environ | environment | {FOLDER: folder})
+            for environment in data_parallel_environments(args.data_parallel_size)
         ]
         if not all_succeed(engines):
             raise CoverageError("an engine failed: see its messages above")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from benchmarks.serving.expert_ranks import data_parallel_environments
 from benchmarks.serving.parameters import count_tokens, counted_tokens
 from moe_coverage_plugin.manifest import Manifest
 from tests import processes
@@ -162,18 +162,8 @@ def start_data_parallel(
     path: Path, options: dict[str, Any], environments: Sequence[dict[str, str]]
 ) -> list[processes.Program]:
     """This program on one checkpoint, once for each data-parallel rank, with environment variables of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "VLLM_DP_SIZE": str(len(environments)),
-        "VLLM_DP_MASTER_IP": "127.0.0.1",
-        "VLLM_DP_MASTER_PORT": str(port),
-    }
-    return [
-        start(path, options, **shared, **own, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
-        for rank, own in enumerate(environments)
-    ]
+    shared = data_parallel_environments(len(environments))
+    return [start(path, options, **one, **own) for one, own in zip(shared, environments, strict=True)]
 
 
 def finish(*programs: processes.Program) -> list[dict[str, Any]]:
