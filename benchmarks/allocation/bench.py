@@ -6,7 +6,7 @@ import copy
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -14,6 +14,7 @@ from datasets import Dataset
 from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
 from llmcompressor.modeling.moe.linearize import linearize_moe
 from torch import Tensor
+from torch.nn.functional import kl_div, nll_loss
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.allocation.experts import remove_least_used, removed, set_top_k
@@ -46,6 +47,7 @@ class Measurement:
     losses: dict[str, float]
     removed: float
     removed_experts: int
+    divergences: dict[str, float]
 
 
 def score_fields(setting: Setting) -> dict[str, Any] | None:
@@ -113,9 +115,12 @@ class Bench:
         removed_share, removed_experts = removed(model, self.pristine)
         wanda = "WandaPruningModifier" in setting.recipe.modifiers
         sparse_bytes = ideal_sparse_bytes(model) if wanda else None
-        losses = {name: mean_loss(model, windows.ids_WS) for name, windows in self.evaluation.items()}
+        found = {name: deviation(model, self.pristine, text.ids_WS) for name, text in self.evaluation.items()}
+        losses = {name: each.loss for name, each in found.items()}
         loss = sum(losses.values()) / len(losses)
-        return Measurement(checkpoint_bytes(model), sparse_bytes, loss, losses, removed_share, removed_experts)
+        divergences = {name: each.divergence for name, each in found.items()}
+        size = checkpoint_bytes(model)
+        return Measurement(size, sparse_bytes, loss, losses, removed_share, removed_experts, divergences)
 
     def score_file(self, setting: Setting, calibration: Windows) -> Path | None:
         """Return the score file that a setting needs, measured if it does not exist; ``None`` if it needs none."""
@@ -179,3 +184,32 @@ def mean_loss(model: PreTrainedModel, ids_WS: Tensor) -> float:
         loss, count = next_token_loss(model, {"input_ids": rows})
         total, tokens = total + float(loss), tokens + count
     return total / tokens
+
+
+class Deviation(NamedTuple):
+    """Loss of a model, and its distance from the unpruned one.
+
+    Attributes:
+        loss: see :func:`mean_loss`.
+        divergence: mean Kullback-Leibler divergence of its predictions from those of the unpruned model, nats.
+    """
+
+    loss: float
+    divergence: float
+
+
+@torch.inference_mode()
+def deviation(model: PreTrainedModel, unpruned: PreTrainedModel, ids_WS: Tensor) -> Deviation:
+    """Measure loss and divergence together, so that each model computes once."""
+    loss, divergence = 0.0, 0.0
+    for rows in ids_WS.to(model.device).split(EVALUATION_BATCH):
+        log_probs_NV, expected_NV = (_log_probs(each, rows[:, :-1]) for each in (model, unpruned))
+        loss += float(nll_loss(log_probs_NV, rows[:, 1:].flatten(), reduction="none").double().sum())
+        divergence_N = kl_div(log_probs_NV, expected_NV, reduction="none", log_target=True).sum(-1)
+        divergence += float(divergence_N.double().sum())
+    tokens = ids_WS[:, 1:].numel()
+    return Deviation(loss / tokens, divergence / tokens)
+
+
+def _log_probs(model: PreTrainedModel, ids_WS: Tensor) -> Tensor:
+    return model(input_ids=ids_WS).logits.float().log_softmax(-1).flatten(0, 1)

@@ -25,7 +25,8 @@ INTRODUCTION = f"""## Loss of methods that allocate channels
 Written by `python -m benchmarks.allocation --render`. Every row is one run of the toolkit on a fresh copy of the
 model, measured in memory. MB are millions of bytes of the checkpoint that the row would be saved as, with 16 bits per
 weight that is not quantized, whatever dtype was used to compute. Loss is in nats per token inside windows, the mean
-over the texts; rise is the difference to the unpruned model.
+over the texts; rise is the difference to the unpruned model. Divergence is the mean Kullback-Leibler divergence of the
+predictions from those of the unpruned model, in nats per token; rows measured before it was have none.
 
 {BEGIN}
 {END}
@@ -49,6 +50,10 @@ class Entry:
     def losses(self, base: float = 0.0) -> list[float]:
         """Losses of the measured rows minus ``base``."""
         return [row.loss - base for row in self.rows if row.loss is not None]
+
+    def divergences(self) -> list[float]:
+        """Means over the texts of the rows that have them."""
+        return [_mean(row.divergences.values()) for row in self.measured if row.divergences]
 
     @property
     def megabytes(self) -> str:
@@ -154,9 +159,10 @@ def _table(entries: Sequence[Entry], base: float) -> str:
 
 
 def _by_text(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
-    """Rises of the loss of each text, and of the mean."""
+    """Rises of the loss of each text and of the mean, and the mean divergence."""
     unpruned = next(row for row in rows if row.table == UNPRUNED and row.losses)
     texts = unpruned.losses or {}
+    diverges = any(entry.divergences() for entry in entries)
     cells = [
         (
             entry.first.name,
@@ -168,10 +174,11 @@ def _by_text(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
                 _spread([(row.losses or {})[text] - base for row in entry.measured], "+.4f")
                 for text, base in texts.items()
             ),
+            *[_spread(entry.divergences(), ".4f")] * diverges,
         )
         for entry in entries
     ]
-    return _markdown(cells, ("name", "sparsity", "bits", "MB", "rise", *texts))
+    return _markdown(cells, ("name", "sparsity", "bits", "MB", "rise", *texts, *["divergence"] * diverges))
 
 
 def _strategies(entries: Sequence[Entry], base: float) -> str:

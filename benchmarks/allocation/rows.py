@@ -23,7 +23,7 @@ OF_A_RUN = (
     *("calibration", "calibration_sha256", "evaluation", "evaluation_sha256"),
     *("command", "device", "dtype", "versions"),
 )
-FIGURES = ("bytes", "sparse_bytes", "loss", "losses", "refusal", "removed", "removed_experts")
+FIGURES = ("bytes", "sparse_bytes", "loss", "losses", "divergences", "refusal", "removed", "removed_experts")
 Key = tuple[object, ...]
 
 
@@ -57,6 +57,8 @@ class Row:
         versions: of the packages that compute, by name.
         seconds: time to compress and to measure.
         scoring_seconds: time to measure the scores, which several rows may share.
+        divergences: mean Kullback-Leibler divergence of the predictions from those of the unpruned model, nats, for
+            each evaluation text; older rows lack it.
     """
 
     model: str
@@ -84,6 +86,7 @@ class Row:
     versions: dict[str, str]
     seconds: float
     scoring_seconds: float
+    divergences: dict[str, float] | None = None
 
     @property
     def key(self) -> Key:

@@ -95,8 +95,15 @@ def _scores_of(
     gram_DII = channel_grams(layer, experts, inputs).sum(0)
     gram_DII /= tokens_E[experts].clamp(min=1).to(gram_DII)[:, None, None]
     output_HH = sums["output_HH"].to(gram_DII.device)
-    curvature_DII = []
-    for expert in experts:
+    down_DHI = _down(layer, experts, like=output_HH)
+    curvature_DII = pooled_curvature(down_DHI, output_HH, sums["gradient_UEI"][0][experts])
+    return obs_scores(gram_DII, curvature_DII).cpu()
+
+
+def _down(layer: MoELayer, experts: list[int], like: Tensor) -> Tensor:
+    """Copy ``down_proj`` of some experts, ``[D, H, I]`` in the dtype and on the device of ``[H, H]``."""
+    down_DHI = like.new_empty(len(experts), len(like), uniform_shape([layer])[1])
+    for position, expert in enumerate(experts):
         with align_module_device(down := projections(layer.mlps[expert])["down_proj"]):
-            curvature_DII.append(pooled_curvature(down.weight, output_HH, sums["gradient_UEI"][0][expert]))
-    return obs_scores(gram_DII, torch.stack(curvature_DII).to(gram_DII.device)).cpu()
+            down_DHI[position] = down.weight
+    return down_DHI

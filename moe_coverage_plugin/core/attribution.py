@@ -61,13 +61,14 @@ def expert_contributions(z_MH: Tensor, routing_weight_M: Tensor, y_TH: Tensor, t
         token_M: token of each row, int64.
     """
     assert routing_weight_M.shape == token_M.shape == z_MH.shape[:1]
-    norm_T = torch.cat([squares(rows_TH).sum(-1, dtype=torch.float64) for rows_TH in y_TH.split(CHUNK_ROWS)])
+    norm_T = torch.cat([_squared_norms(_at_least_float32(rows_TH)) for rows_TH in y_TH.split(CHUNK_ROWS)])
     inverse_M = torch.where(norm_T > 0, 1 / norm_T, 0.0)[token_M]
     dots, norms = [], []
     for rows_MH, tokens_M in zip(z_MH.split(CHUNK_ROWS), token_M.split(CHUNK_ROWS), strict=True):
         rows_MH = _at_least_float32(rows_MH)
-        dots.append((rows_MH * y_TH[tokens_M]).sum(-1, dtype=torch.float64))
-        norms.append(rows_MH.square().sum(-1, dtype=torch.float64))
+        # of the entries of a row in this dtype: on a GPU, a sum in a wider one first makes a copy in it
+        dots.append((rows_MH * y_TH[tokens_M]).sum(-1).double())
+        norms.append(_squared_norms(rows_MH))
     routing_weight_M = routing_weight_M.double()
     return ExpertContributions(
         routing_weight_M * torch.cat(dots) * inverse_M, routing_weight_M.square() * torch.cat(norms) * inverse_M
@@ -127,6 +128,10 @@ def finalize_channel_scores(
     input_norm_H = input_sums_H.double().sqrt()
     from_input_I = (up_IH.abs() + gate_IH.abs()) @ input_norm_H
     return (down_HI.abs().sum(0) * activation_norm_I + from_input_I) / 3
+
+
+def _squared_norms(rows_MH: Tensor) -> Tensor:
+    return rows_MH.square().sum(-1).double()
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

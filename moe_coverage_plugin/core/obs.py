@@ -39,6 +39,7 @@ from torch import Tensor
 
 from moe_coverage_plugin.core.factors import inverse_factor
 from moe_coverage_plugin.core.reconstruction import RIDGE
+from moe_coverage_plugin.core.replays import Replays
 
 # least relative increase of the score from one removed channel to the next
 STEP = 1e-9
@@ -46,8 +47,8 @@ STEP = 1e-9
 PENDING = 32
 
 
-def pooled_curvature(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> Tensor:
-    """Estimate ``D`` of one expert from what all experts of a layer share, ``[I, I]`` float32 or wider.
+def pooled_curvature(down_EHI: Tensor, output_HH: Tensor, diagonal_EI: Tensor) -> Tensor:
+    """Estimate ``D`` of experts from what all experts of a layer share, ``[E, I, I]`` float32 or wider.
 
     ``D`` of every expert would take ``E * I * I`` numbers for each layer until the backward pass ends. As
     ``d_t = W^T dNLL/dz_t``, it is ``W^T Q_e W`` with the second moments ``Q_e`` of the expert's output gradients. The
@@ -55,15 +56,16 @@ def pooled_curvature(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> 
     the estimate is scaled to the diagonal of ``D``, which is known.
 
     Args:
-        down_HI: ``down_proj`` of the expert.
+        down_EHI: ``down_proj`` of each expert.
         output_HH: ``Q``, the sum of ``dNLL/dz_t dNLL/dz_t^T`` over the tokens of all experts of the layer.
-        diagonal_I: ``sum_t d_t^2`` of the expert.
+        diagonal_EI: ``sum_t d_t^2`` of each expert.
     """
-    dtype = torch.promote_types(down_HI.dtype, torch.float32)
-    down_HI = down_HI.detach().to(dtype)
-    pooled_II = down_HI.T @ output_HH.to(down_HI) @ down_HI
-    scale_I = torch.where(pooled_II.diagonal() > 0, diagonal_I.to(pooled_II) / pooled_II.diagonal(), 0.0).sqrt()
-    return scale_I[:, None] * pooled_II * scale_I
+    dtype = torch.promote_types(down_EHI.dtype, torch.float32)
+    down_EHI = down_EHI.detach().to(dtype)
+    pooled_EII = down_EHI.mT @ (output_HH.to(down_EHI) @ down_EHI)
+    pooled_EI = _diagonal(pooled_EII)
+    scale_EI = torch.where(pooled_EI > 0, diagonal_EI.to(pooled_EI) / pooled_EI, 0.0).sqrt()
+    return scale_EI[:, :, None] * pooled_EII * scale_EI[:, None]
 
 
 @torch.no_grad()
@@ -83,58 +85,88 @@ def obs_scores(gram_EII: Tensor, curvature_EII: Tensor, ridge: float = RIDGE) ->
         becomes NaN in its scores, which planners check.
     """
     assert gram_EII.shape == curvature_EII.shape
-    curvature = _Updated(curvature_EII.to(gram_EII.device, torch.float64, copy=True))
+    channels = gram_EII.shape[-1]
+    curvature_EII = curvature_EII.to(gram_EII.device, torch.float64, copy=True)
     inverse_EII, active_E = _inverse(gram_EII.to(torch.float64, copy=True), ridge)
-    inverse = _Updated(inverse_EII)
-    scores_EI = torch.zeros_like(inverse_EII[:, 0])
-    removed_EI = torch.zeros_like(scores_EI, dtype=torch.bool)
-    last_E1 = scores_EI[:, :1]
-    for _ in range(scores_EI.shape[1]):
-        cost_EI = (curvature.diagonal_EI / inverse.diagonal_EI).masked_fill(removed_EI, torch.inf)
-        cost_E1, channel_E1 = cost_EI.min(-1, keepdim=True)
-        # the maximum also lifts a zero that rounding made negative
-        last_E1 = torch.maximum(cost_E1, last_E1 * (1 + STEP))
-        scores_EI.scatter_(1, channel_E1, last_E1)
-        removed_EI.scatter_(1, channel_E1, True)
-        _remove_channel(inverse, curvature, channel_E1)
+    removal = _Removal(inverse_EII, curvature_EII)
+    costs, removed = [], []
+    with Replays(lambda: removal.remove(PENDING), inverse_EII.device) as removes:
+        for start in range(0, channels, PENDING):
+            count = min(PENDING, channels - start)
+            if count == PENDING:
+                removes()
+            else:
+                removal.remove(count)
+            costs.append(removal.costs_UE[:count].clone())
+            removed.append(removal.channels_UE[:count].clone())
+    scores_IE = _increasing(torch.cat(costs))
+    scores_EI = torch.zeros_like(inverse_EII[:, 0]).scatter_(1, torch.cat(removed).T, scores_IE.T)
     return torch.where(active_E[:, None], scores_EI, 0.0)
 
 
-class _Updated:
-    """Symmetric matrices of all experts, from which products of vectors are subtracted.
+class _Removal:
+    """Removes channels of all experts one by one, and keeps the other channels' matrices up to date.
+
+    With the row ``n`` of the inverse and the transfer ``t`` of a removed channel, updates are written as
+
+        G^-1 <- G^-1 - n t^T,    D <- D - (t h^T + h t^T),    h = D_c: - D_cc t / 2.
 
     Attributes:
-        diagonal_EI: diagonals after all updates.
+        costs_UE: costs of the channels that the last call of :meth:`remove` removed, in their order.
+        channels_UE: their indices.
     """
 
-    def __init__(self, matrix_EII: Tensor) -> None:
-        self.diagonal_EI = _diagonal(matrix_EII).clone()
-        self._matrix_EII = matrix_EII
-        experts, channels, _ = matrix_EII.shape
-        self._experts_E = torch.arange(experts, device=matrix_EII.device)
-        # updates that the matrices do not contain yet
-        self._left_EUI, self._right_EUI = matrix_EII.new_empty(2, experts, 2 * PENDING, channels)
-        self._pending = 0
+    def __init__(self, inverse_EII: Tensor, curvature_EII: Tensor):
+        """Take over the matrices."""
+        experts, channels, _ = inverse_EII.shape
+        self._inverse_EII, self._curvature_EII = inverse_EII, curvature_EII
+        self._inverse_EI, self._curvature_EI = (_diagonal(each).clone() for each in (inverse_EII, curvature_EII))
+        self._removed_EI = torch.zeros_like(self._inverse_EI, dtype=torch.bool)
+        self._experts_E = torch.arange(experts, device=inverse_EII.device)
+        self.costs_UE = inverse_EII.new_empty(PENDING, experts)
+        self.channels_UE = torch.empty_like(self.costs_UE, dtype=torch.int64)
+        # n, t and h of updates that the matrices do not contain yet
+        self._n_EUI, self._t_EUI, self._h_EUI = inverse_EII.new_empty(3, experts, PENDING, channels)
 
-    def row(self, channel_E: Tensor) -> Tensor:
-        """One row of each matrix after all updates, ``[E, I]``."""
-        row_E1I = self._matrix_EII[self._experts_E, channel_E][:, None]
-        if self._pending:
-            left_EU = self._left_EUI[self._experts_E, : self._pending, channel_E]
-            row_E1I.baddbmm_(left_EU[:, None], self._right_EUI[:, : self._pending], alpha=-1)
-        return row_E1I[:, 0]
+    def remove(self, channels: int) -> None:
+        """Remove this many channels of every expert, at most ``PENDING``."""
+        for step in range(channels):
+            cost_EI = (self._curvature_EI / self._inverse_EI).masked_fill_(self._removed_EI, torch.inf)
+            channel_E = self.channels_UE[step]
+            torch.min(cost_EI, dim=1, out=(self.costs_UE[step], channel_E))
+            self._removed_EI.scatter_(1, channel_E[:, None], True)
+            self._add_update(step, channel_E)
+        n_EUI, t_EUI, h_EUI = (each[:, :channels] for each in (self._n_EUI, self._t_EUI, self._h_EUI))
+        self._inverse_EII.baddbmm_(n_EUI.mT, t_EUI, alpha=-1)
+        self._curvature_EII.baddbmm_(t_EUI.mT, h_EUI, alpha=-1).baddbmm_(h_EUI.mT, t_EUI, alpha=-1)
 
-    def subtract(self, *products: tuple[Tensor, Tensor]) -> None:
-        """Subtract ``left^T right`` for each pair of vectors ``[E, I]``; their sum is symmetric."""
-        for left_EI, right_EI in products:
-            self.diagonal_EI.addcmul_(left_EI, right_EI, value=-1)
-            self._left_EUI[:, self._pending] = left_EI
-            self._right_EUI[:, self._pending] = right_EI
-            self._pending += 1
-        if self._pending > self._left_EUI.shape[1] - len(products):
-            left_EUI, right_EUI = self._left_EUI[:, : self._pending], self._right_EUI[:, : self._pending]
-            self._matrix_EII.baddbmm_(left_EUI.mT, right_EUI, alpha=-1)
-            self._pending = 0
+    def _add_update(self, step: int, channel_E: Tensor) -> None:
+        """Compute the update of a channel from its rows after all earlier updates, and apply it to the diagonals."""
+        n_EUI, t_EUI, h_EUI = (each[:, :step] for each in (self._n_EUI, self._t_EUI, self._h_EUI))
+        n_EI, t_EI, h_EI = (each[:, step] for each in (self._n_EUI, self._t_EUI, self._h_EUI))
+        channel_E1 = channel_E[:, None]
+        inverse_E1I = self._inverse_EII[self._experts_E, channel_E][:, None]
+        # written here, because a copy would be one more kernel; the same below
+        torch.baddbmm(inverse_E1I, self._at(n_EUI, channel_E), t_EUI, alpha=-1, out=n_EI[:, None])
+        torch.div(n_EI, n_EI.gather(1, channel_E1), out=t_EI)
+        self._inverse_EI.addcmul_(n_EI, t_EI, value=-1)
+        curvature_E1I = self._curvature_EII[self._experts_E, channel_E][:, None]
+        curvature_E1I.baddbmm_(self._at(t_EUI, channel_E), h_EUI, alpha=-1)
+        curvature_EI = curvature_E1I.baddbmm_(self._at(h_EUI, channel_E), t_EUI, alpha=-1)[:, 0]
+        torch.addcmul(curvature_EI, curvature_EI.gather(1, channel_E1), t_EI, value=-0.5, out=h_EI)
+        self._curvature_EI.addcmul_(t_EI, h_EI, value=-2)
+
+    def _at(self, vectors_EUI: Tensor, channel_E: Tensor) -> Tensor:
+        """One entry of each vector, ``[E, 1, U]``."""
+        return vectors_EUI[self._experts_E, :, channel_E][:, None]
+
+
+def _increasing(costs_IE: Tensor) -> Tensor:
+    """Scores in the order of removal: each is its cost, and at least ``1 + STEP`` times the score before it."""
+    steps_I1 = torch.arange(len(costs_IE), dtype=costs_IE.dtype, device=costs_IE.device)[:, None]
+    growth_I1 = (1 + STEP) ** steps_I1
+    # the limit also lifts a zero that rounding made negative
+    return (costs_IE / growth_I1).clamp(min=0).cummax(0).values * growth_I1
 
 
 def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -153,17 +185,6 @@ def _inverse(gram_EII: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
             "a Gram matrix with its ridge is not positive definite"
         )
     return factor_EII.mT @ factor_EII, active_E
-
-
-def _remove_channel(inverse: _Updated, curvature: _Updated, channel_E1: Tensor) -> None:
-    """Remove one channel of every expert from both matrices; the others are refitted."""
-    inverse_EI = inverse.row(channel_E1[:, 0])
-    transfer_EI = inverse_EI / inverse_EI.gather(1, channel_E1)
-    curvature_EI = curvature.row(channel_E1[:, 0])
-    # half of t D_c: + D_:c t^T - D_cc t t^T; the other half is its transpose
-    half_EI = curvature_EI - curvature_EI.gather(1, channel_E1) / 2 * transfer_EI
-    curvature.subtract((transfer_EI, half_EI), (half_EI, transfer_EI))
-    inverse.subtract((inverse_EI, transfer_EI))
 
 
 def _diagonal(matrix_EII: Tensor) -> Tensor:

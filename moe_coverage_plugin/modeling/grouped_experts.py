@@ -191,16 +191,21 @@ class PaddedProjection:
             # read once, because each read of an offloaded parameter copies it
             weight_OA, bias_O = each.weight.detach(), each.bias
             missing = width - weight_OA.shape[int(down)]
-            # F.pad lists dimensions from the last to the first
-            weights.append(pad(weight_OA, (0, missing) if down else (0, 0, 0, missing)))
+            weights.append(_widened(weight_OA, int(down), missing))
             if bias_O is not None:
-                biases.append(bias_O.detach() if down else pad(bias_O.detach(), (0, missing)))
+                biases.append(bias_O.detach() if down else _widened(bias_O.detach(), 0, missing))
         self._weight_EOA = torch.stack(weights)
         self._bias_EO = torch.stack(biases) if biases else None
 
     def __call__(self, x_MA: Tensor, lengths_E: Tensor) -> Tensor:
         """Multiply the rows of each expert by its weight (see :data:`Projection`)."""
         return _grouped_linear(x_MA, self._weight_EOA, self._bias_EO, lengths_E)
+
+
+def _widened(tensor: Tensor, dim: int, missing: int) -> Tensor:
+    """Add zeros at the end of a dimension."""
+    # pad would copy what needs no zeros; it lists dimensions from the last to the first
+    return pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor
 
 
 def _in_one_call(x_MA: Tensor) -> bool:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import moe_coverage_plugin
-from benchmarks.allocation.bench import Bench, mean_loss, open_linear
+from benchmarks.allocation.bench import Bench, deviation, mean_loss, open_linear
 from benchmarks.allocation.recipes import Recipe, channels
 from benchmarks.allocation.sizes import checkpoint_bytes, ideal_sparse_bytes
 from benchmarks.allocation.tables import METHODS, Setting
@@ -75,6 +75,19 @@ def test_loss_in_memory_is_the_loss_of_the_saved_checkpoint(
     in_memory = mean_loss(model, ids)
     model.save_pretrained(tmp_path / "saved")
     assert abs(in_memory - mean_loss(opened(tmp_path / "saved"), ids)) < 1e-4
+
+
+def test_deviation_from_the_unpruned_model(bench: Bench, calibration: Windows):
+    ids = bench.evaluation["random"].ids_WS
+    assert deviation(bench.pristine, bench.pristine, ids).divergence == 0
+    pruned = bench.compress(setting("uniform width", 0.5, 16), calibration)
+    found = deviation(pruned, bench.pristine, ids)
+    assert found.loss == pytest.approx(mean_loss(pruned, ids), rel=1e-5)
+    with torch.no_grad():
+        ours, expected = (model(input_ids=ids).logits[:, :-1].double() for model in (pruned, bench.pristine))
+    probs = expected.softmax(-1)
+    entropies = [-(probs * logits.log_softmax(-1)).sum(-1).mean() for logits in (ours, expected)]
+    assert found.divergence == pytest.approx(float(entropies[0] - entropies[1]), rel=1e-3)
 
 
 def opened(path: Path) -> Any:

@@ -120,3 +120,17 @@ def test_rows_of_own_text_are_listed_by_text():
     header, _, line = cells(section([base, *found]))
     assert header == ["name", "sparsity", "bits", "MB", "rise", "wiki", "code"]
     assert line[-3:] == ["+0.2000 ± 0.1414", "+0.0000 ± 0.0000", "+0.4000 ± 0.2828"]
+
+
+def test_divergences_are_listed_where_they_were_measured():
+    base = replace(BASE, losses={"wiki": 1.0, "code": 3.0})
+    older = row("own", "own: older", 0.5, 10, 2.1)
+    newer = [
+        replace(row("own", "own: newer", 0.5, 10, 2.1, seed=seed), divergences={"wiki": value, "code": 3 * value})
+        for seed, value in enumerate((0.1, 0.3))
+    ]
+    rows = [replace(each, losses={"wiki": 1.0, "code": 3.0}) for each in (older, *newer)]
+    header, _, first, second = cells(section([base, *rows]))
+    assert header[-1] == "divergence"
+    assert first[-1] == ""
+    assert second[-1] == "0.4000 ± 0.2828"

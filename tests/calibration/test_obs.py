@@ -84,10 +84,10 @@ def scores_from(model: Any, sums_L: list[dict[str, Tensor]]) -> Tensor:
     """Scores ``[L, E, I]`` from the sums; those of experts without tokens are zero."""
     scores = []
     for layer, sums in zip(find_moe_layers(model), sums_L, strict=True):
-        rows = zip(layer.mlps, sums["squares_EI"], strict=True)
-        curvature = [pooled_curvature(mlp.down_proj.weight, sums["output_HH"], squares_I) for mlp, squares_I in rows]
+        down_EHI = torch.stack([mlp.down_proj.weight for mlp in layer.mlps])
+        curvature_EII = pooled_curvature(down_EHI, sums["output_HH"], sums["squares_EI"])
         mean_EII = sums["gram_EII"] / sums["tokens_E"].clamp(min=1)[:, None, None]
-        scores.append(obs_scores(mean_EII, torch.stack(curvature)))
+        scores.append(obs_scores(mean_EII, curvature_EII))
     return torch.stack(scores)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
+from moe_coverage_plugin.core.obs import PENDING, obs_scores, pooled_curvature
 from moe_coverage_plugin.core.reconstruction import RIDGE
 
 H, T = 3, 12
@@ -210,12 +210,28 @@ def test_inputs_are_not_modified():
 # --- curvature from what the experts of a layer share
 
 
+def pooled(down_HI: Tensor, output_HH: Tensor, diagonal_I: Tensor) -> Tensor:
+    """Curvature of one expert."""
+    return pooled_curvature(down_HI[None], output_HH, diagonal_I[None])[0]
+
+
+def test_pooled_curvatures_of_experts_are_independent():
+    experts = [Expert(5, T, seed) for seed in range(3)]
+    moments_HH = torch.stack([expert.moments for expert in experts]).sum(0)
+    down_EHI = torch.stack([expert.down_HI for expert in experts])
+    diagonal_EI = torch.stack([expert.terms[1].diagonal() for expert in experts])
+    expected = [pooled(*terms) for terms in zip(down_EHI, [moments_HH] * 3, diagonal_EI, strict=True)]
+    torch.testing.assert_close(
+        pooled_curvature(down_EHI, moments_HH, diagonal_EI), torch.stack(expected), rtol=1e-12, atol=0
+    )
+
+
 @given(**shapes)
 def test_pooled_curvature_of_a_single_expert_is_exact(channels: int, tokens: int, seed: int):
     """If no other expert adds to the moments, nothing is estimated."""
     expert = Expert(channels, tokens, seed)
     curvature_II = expert.terms[1]
-    found_II = pooled_curvature(expert.down_HI, expert.moments, curvature_II.diagonal())
+    found_II = pooled(expert.down_HI, expert.moments, curvature_II.diagonal())
     torch.testing.assert_close(found_II, curvature_II, rtol=1e-9, atol=1e-12)
 
 
@@ -223,7 +239,7 @@ def test_pooled_curvature_is_exact_if_all_experts_have_the_same_gradients():
     """The moments are then those of each expert times one factor, which the diagonal removes."""
     expert, pooled_HH = Expert(5, T, 0), 7 * Expert(5, T, 0).moments
     curvature_II = expert.terms[1]
-    found_II = pooled_curvature(expert.down_HI, pooled_HH, curvature_II.diagonal())
+    found_II = pooled(expert.down_HI, pooled_HH, curvature_II.diagonal())
     torch.testing.assert_close(found_II, curvature_II, rtol=1e-9, atol=1e-12)
 
 
@@ -236,11 +252,11 @@ def test_pooled_curvature_is_a_curvature_with_the_known_diagonal(
     # the expert itself is one of them
     pooled_HH = torch.stack([Expert(channels, tokens, seed + other).moments for other in range(others + 1)]).sum(0)
     diagonal_I = expert.terms[1].diagonal()
-    found_II = pooled_curvature(expert.down_HI, pooled_HH, diagonal_I)
+    found_II = pooled(expert.down_HI, pooled_HH, diagonal_I)
     torch.testing.assert_close(found_II.diagonal(), diagonal_I, rtol=1e-9, atol=0)
     torch.testing.assert_close(found_II, found_II.T, rtol=1e-12, atol=1e-12 * float(diagonal_I.max()))
     assert float(torch.linalg.eigvalsh(found_II).min()) > -1e-9 * float(diagonal_I.sum())
-    again_II = pooled_curvature(expert.down_HI, factor * pooled_HH, diagonal_I)
+    again_II = pooled(expert.down_HI, factor * pooled_HH, diagonal_I)
     torch.testing.assert_close(again_II, found_II, rtol=1e-9, atol=1e-12 * float(diagonal_I.max()))
 
 
@@ -250,12 +266,12 @@ def test_pooled_curvature_of_channels_without_gradient_is_zero():
     expert.down_HI[:, 1] = 0.0
     diagonal_I = expert.terms[1].diagonal().clone()
     diagonal_I[3] = 0.0
-    found_II = pooled_curvature(expert.down_HI, expert.moments, diagonal_I)
+    found_II = pooled(expert.down_HI, expert.moments, diagonal_I)
     assert bool(found_II.isfinite().all())
     assert not found_II[[1, 3]].any()
     assert not found_II[:, [1, 3]].any()
     torch.testing.assert_close(found_II.diagonal(), diagonal_I, rtol=1e-9, atol=0)
-    without_II = pooled_curvature(expert.down_HI, torch.zeros_like(expert.moments), diagonal_I)
+    without_II = pooled(expert.down_HI, torch.zeros_like(expert.moments), diagonal_I)
     assert torch.equal(without_II, torch.zeros_like(without_II))
 
 
@@ -264,9 +280,9 @@ def test_pooled_curvature_passes_nan_on():
     expert = Expert(4, T, 0)
     diagonal_I = expert.terms[1].diagonal().clone()
     diagonal_I[2] = torch.nan
-    assert bool(pooled_curvature(expert.down_HI, expert.moments, diagonal_I)[2].isnan().all())
+    assert bool(pooled(expert.down_HI, expert.moments, diagonal_I)[2].isnan().all())
     moments_HH = torch.full_like(expert.moments, torch.nan)
-    assert bool(pooled_curvature(expert.down_HI, moments_HH, expert.terms[1].diagonal()).isnan().all())
+    assert bool(pooled(expert.down_HI, moments_HH, expert.terms[1].diagonal()).isnan().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -274,7 +290,7 @@ def test_pooled_curvature_is_at_least_float32(dtype: torch.dtype):
     expert = Expert(5, T, 0)
     expert.down_HI = expert.down_HI.to(dtype).double()
     curvature_II = expert.terms[1]
-    found_II = pooled_curvature(expert.down_HI.to(dtype), expert.moments, curvature_II.diagonal())
+    found_II = pooled(expert.down_HI.to(dtype), expert.moments, curvature_II.diagonal())
     assert found_II.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found_II.double(), curvature_II, rtol=1e-4, atol=1e-4)
 
@@ -284,3 +300,17 @@ def test_a_gram_matrix_that_is_not_positive_definite():
     gram_EII = torch.diag_embed(torch.tensor([[1.0, 2.0, 3.0], [1.0, 4.0, -1.0]]))
     with pytest.raises(RuntimeError, match="not positive definite"):
         obs_scores(gram_EII, torch.eye(3).expand(2, 3, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no graphs")
+@pytest.mark.parametrize("channels", [PENDING - 1, 2 * PENDING, 3 * PENDING, 5 * PENDING + 7])
+def test_steps_of_a_graph_equal_steps_of_the_cpu(channels: int):
+    """Fewer channels than a graph has, no replay, replays, and steps behind the last replay."""
+    experts = [Expert(channels, 2 * channels, seed) for seed in range(3)]
+    gram_EII, curvature_EII = (torch.stack(terms) for terms in zip(*(expert.terms for expert in experts), strict=True))
+    gram_EII[1] = 0
+    expected_EI = obs_scores(gram_EII, curvature_EII)
+    for _ in range(2):
+        found_EI = obs_scores(gram_EII.to("cuda"), curvature_EII.to("cuda")).cpu()
+        torch.testing.assert_close(found_EI, expected_EI, rtol=1e-7, atol=0)
+        assert torch.equal(found_EI.argsort(-1), expected_EI.argsort(-1))

@@ -106,7 +106,7 @@ def offload_to_disk(model: PreTrainedModel, directory: Path) -> None:
 def logits(model: PreTrainedModel) -> Tensor:
     """Logits of two fixed sequences."""
     ids = torch.randint(2, VOCAB, (2, 16), generator=torch.Generator().manual_seed(5))
-    return model.eval()(ids.to(model.device)).logits
+    return model.eval()(ids.to(model.device)).logits.cpu()
 
 
 def widths(model: PreTrainedModel) -> list[list[int]]:

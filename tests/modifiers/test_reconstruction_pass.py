@@ -252,7 +252,7 @@ def test_layouts(small: Path, tmp_path: Path, log: list[str], cut: tuple[str, Pr
 @torch.no_grad()
 def distance(model: Any, original: Any, ids: Tensor) -> float:
     """Of the last hidden states from those of the unpruned model."""
-    output, expected = (each.eval().model(ids).last_hidden_state for each in (model, original))
+    output, expected = (each.eval().model(ids.to(each.device)).last_hidden_state.cpu() for each in (model, original))
     return float((output - expected).square().mean())
 
 
