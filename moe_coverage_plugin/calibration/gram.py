@@ -11,8 +11,11 @@ from moe_coverage_plugin.calibration.distributed import sum_over_ranks
 from moe_coverage_plugin.calibration.layer_inputs import LayerInputs
 from moe_coverage_plugin.calibration.observer import non_finite_activations
 from moe_coverage_plugin.core.reconstruction import gram
-from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
+from moe_coverage_plugin.modeling.grouped_experts import activations
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width
+
+# experts whose activations are computed together where a call for each would wait for the host
+TOGETHER = 8
 
 
 @torch.no_grad()
@@ -34,12 +37,14 @@ def channel_grams(layer: MoELayer, experts: Sequence[int], inputs: LayerInputs) 
     channels = expert_width(layer.mlps[experts[0]])
     dtype = torch.promote_types(inputs.x_TH.dtype, torch.float32)
     grams_2DII = torch.empty(2, len(experts), channels, channels, dtype=dtype, device=inputs.device)
-    for position, expert in enumerate(experts):
-        tokens = inputs.tokens(expert)
-        with ExpertFunction(layer, expert) as function:
-            activations = tokens._replace(x_MH=function.activation(tokens.x_MH))
-        for part, (a_MI, weight_M) in enumerate(activations.sides()):
-            grams_2DII[part, position] = gram(a_MI, weight_M)
+    together = min(TOGETHER, inputs.experts_together)
+    for start in range(0, len(experts), together):
+        some = experts[start : start + together]
+        tokens = [inputs.tokens(expert) for expert in some]
+        found = activations(layer, some, [each.x_MH for each in tokens])
+        for position, (each, a_MI) in enumerate(zip(tokens, found, strict=True), start):
+            for part, values in enumerate(each._replace(x_MH=a_MI).sides()):
+                grams_2DII[part, position] = gram(*values)
     if torch.distributed.is_initialized():
         grams_2DII = sum_over_ranks({"grams_2DII": grams_2DII.cpu()})["grams_2DII"].to(grams_2DII.device)
     # every entry of a row is finite if its diagonal is: |G_ij|^2 <= G_ii G_jj

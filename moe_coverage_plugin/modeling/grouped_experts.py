@@ -8,7 +8,7 @@ adapted and padded ones in :mod:`~moe_coverage_plugin.recovery.experts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -285,6 +285,28 @@ class ExpertFunction:
         h_MO = torch.cat([_wide(x_MH, each.weight, each.bias) for each in self.inputs], dim=-1)
         with tf32_products(x_MH.dtype in SIXTEEN_BITS):
             return _wide(self.act(h_MO), self.projections["down_proj"].weight, None)
+
+
+def activations(layer: MoELayer, experts: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
+    """The input of ``down_proj`` of some experts of one width, each for rows of its own.
+
+    Args:
+        layer: its container must compute as the toolkit's does (:func:`computes_as_toolkit`).
+        experts: their indices; none of them removed.
+        rows: inputs ``[M, H]`` of each.
+    """
+    functions = [ExpertFunction(layer, each) for each in experts]
+    if not (_in_one_call(rows[0]) and any(map(len, rows))):
+        found = []
+        for function, x_MH in zip(functions, rows, strict=True):
+            with function:
+                found.append(function.activation(x_MH))
+        return found
+    x_MH, lengths = torch.cat(list(rows)), [len(each) for each in rows]
+    lengths_D = torch.tensor(lengths, device=x_MH.device)
+    inputs = zip(*(function.inputs for function in functions), strict=True)
+    outputs = [LinearProjection("", list(linears))(x_MH, lengths_D) for linears in inputs]
+    return list(functions[0].act(torch.cat(outputs, dim=-1)).split(lengths))
 
 
 def _wide(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:

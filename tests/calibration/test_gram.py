@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_coverage_plugin.calibration.gram import channel_grams
+from moe_coverage_plugin.core.reconstruction import gram
 from moe_coverage_plugin.manifest import CoverageError
+from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.calibration.brute_force import (
     CHANNELS,
@@ -96,3 +98,23 @@ def test_activations_that_are_not_finite_name_the_expert(tmp_path, value: float,
         CoverageError, match=r"model\.layers\.1\.mlp\.experts expert 3 has NaN or infinite activations"
     ):
         channel_grams(layer, [1, 3, 5], inputs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU computes experts one by one")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_computed_together_equal_those_computed_alone(tmp_path, family: str):
+    """In any order; a sum in another order is rounded to other 16 bits."""
+    width = {"intermediate_size": CHANNELS, "num_local_experts": EXPERTS} if family == "gpt_oss" else {}
+    model = open_stock(save_float64(tmp_path / "model", family, **width), linear=True).to("cuda", torch.bfloat16)
+    batches, held = data(1)
+    layer = find_moe_layers(model)[0]
+    inputs = inputs_of(model, layer, [{name: each.cuda() for name, each in batch.items()} for batch in batches], held)
+    order = [*reversed(range(EXPERTS)), 0]
+    found_2DII = channel_grams(layer, order, inputs)
+    for position, expert in enumerate(order):
+        tokens = inputs.tokens(expert)
+        with ExpertFunction(layer, expert) as function:
+            alone = tokens._replace(x_MH=function.activation(tokens.x_MH))
+        expected_2II = torch.stack([gram(*side) for side in alone.sides()])
+        difference = (found_2DII[:, position] - expected_2II).norm()
+        assert float(difference) <= 1e-2 * float(expected_2II.norm())
