@@ -79,6 +79,6 @@ def inputs_of(
         handle = layer.experts.register_forward_pre_hook(
             lambda _module, args, held_T=held_T, real_T=real_T: inputs.add(*args, held_T, real_T)
         )
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        model(**{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")})
         handle.remove()
     return inputs
