@@ -21,7 +21,7 @@ from moe_coverage_plugin.modeling.memory import free_memory
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
 
 # of the pass, and its cost in forward passes over the calibration set
-TITLE, COST = "Channel interactions", 2.0
+TITLE, COST = "Channel interactions", 1.5
 # experts that are scored together at least: each step of obs takes a few small products, which one more expert hardly
 # slows; on a GPU, as many more as take these bytes, if they are not more than this part of its free memory
 SCORED, BYTES, SHARE = 64, 6.5e9, 0.5
