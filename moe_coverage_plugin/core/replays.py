@@ -53,7 +53,8 @@ class Replays:
         if self._graph is None:
             # not by the context torch.cuda.graph, which also returns all cached memory of the process
             self._graph = torch.cuda.CUDAGraph()
-            self._graph.capture_begin()
+            # another thread may load the next layer meanwhile: its allocations would be errors in the global mode
+            self._graph.capture_begin(capture_error_mode="thread_local")
             self._function()
             self._graph.capture_end()
         self._graph.replay()
