@@ -105,7 +105,7 @@ def gradient_pass_bytes(config: Config, batch_tokens: int = BATCH_TOKENS) -> dic
 
 
 def interaction_bytes(config: Config) -> float:
-    """Matrices of the experts that are scored together, ``80 * 64 I^2``."""
+    """Matrices of the experts that are scored together, ``56 * 64 I^2``."""
     return min(SCORED, experts_of(config)) * matrix_bytes(config["moe_intermediate_size"])
 
 
@@ -257,7 +257,7 @@ def _column(config: Config, reference: Config) -> dict[str, str]:
     sizes: dict[str, float] = {
         "weights, `2 P`": need.weights,
         **{f"gradients: {_code(name)}": size for name, size in gradient_pass_bytes(config).items()},
-        "interactions: matrices of 64 experts, `80 * 64 I^2`": interaction_bytes(config),
+        "interactions: matrices of 64 experts, `56 * 64 I^2`": interaction_bytes(config),
         "reconstruction: matrices of 32 experts, `176 * 32 I^2`": fit_bytes(config),
         "reconstruction: factors of 8 experts, `8 * 16 (H^2 + 4 I^2)`": factor_bytes(config),
         f"reconstruction: tokens of {REFITTED} experts, at most": REFIT_BYTES,

@@ -26,7 +26,7 @@ TITLE, COST = "Channel interactions", 1.5
 # slows; on a GPU, as many more as take these bytes, if they are not more than this part of its free memory
 SCORED, BYTES, SHARE = 64, 6.5e9, 0.5
 # float64 matrices of an expert at the peak of obs_scores, with the sums that it gets
-MATRICES = 10
+MATRICES = 7
 # name of what is kept of a layer, before the name of the layer
 SCORES = "interactions"
 
@@ -95,8 +95,10 @@ def _scores_of(
     gram_DII = channel_grams(layer, experts, inputs).sum(0)
     gram_DII /= tokens_E[experts].clamp(min=1).to(gram_DII)[:, None, None]
     output_HH = sums["output_HH"].to(gram_DII.device)
-    down_DHI = _down(layer, experts, like=output_HH)
-    curvature_DII = pooled_curvature(down_DHI, output_HH, sums["gradient_UEI"][0][experts])
+    # the copy of the weights is released before the scores need their memory
+    curvature_DII = pooled_curvature(
+        _down(layer, experts, like=output_HH), output_HH, sums["gradient_UEI"][0][experts]
+    )
     return obs_scores(gram_DII, curvature_DII).cpu()
 
 
