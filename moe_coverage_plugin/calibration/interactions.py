@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from compressed_tensors.utils import align_module_device
 from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,8 +16,9 @@ from moe_coverage_plugin.calibration.layerwise import DecoderStep, visit_layers
 from moe_coverage_plugin.calibration.observation import Batch
 from moe_coverage_plugin.core.obs import obs_scores, pooled_curvature
 from moe_coverage_plugin.files.progress import Progress
+from moe_coverage_plugin.modeling.grouped_experts import down_weights
 from moe_coverage_plugin.modeling.memory import free_memory
-from moe_coverage_plugin.modeling.moe_layers import MoELayer, projections, uniform_shape
+from moe_coverage_plugin.modeling.moe_layers import MoELayer, uniform_shape
 
 # of the pass, and its cost in forward passes over the calibration set
 TITLE, COST = "Channel interactions", 1.5
@@ -96,16 +96,5 @@ def _scores_of(
     gram_DII /= tokens_E[experts].clamp(min=1).to(gram_DII)[:, None, None]
     output_HH = sums["output_HH"].to(gram_DII.device)
     # the copy of the weights is released before the scores need their memory
-    curvature_DII = pooled_curvature(
-        _down(layer, experts, like=output_HH), output_HH, sums["gradient_UEI"][0][experts]
-    )
+    curvature_DII = pooled_curvature(down_weights(layer, experts), output_HH, sums["gradient_UEI"][0][experts])
     return obs_scores(gram_DII, curvature_DII).cpu()
-
-
-def _down(layer: MoELayer, experts: list[int], like: Tensor) -> Tensor:
-    """Copy ``down_proj`` of some experts, ``[D, H, I]`` in the dtype and on the device of ``[H, H]``."""
-    down_DHI = like.new_empty(len(experts), len(like), uniform_shape([layer])[1])
-    for position, expert in enumerate(experts):
-        with align_module_device(down := projections(layer.mlps[expert])["down_proj"]):
-            down_DHI[position] = down.weight
-    return down_DHI

@@ -61,7 +61,7 @@ def expert_contributions(z_MH: Tensor, routing_weight_M: Tensor, y_TH: Tensor, t
         token_M: token of each row, int64.
     """
     assert routing_weight_M.shape == token_M.shape == z_MH.shape[:1]
-    norm_T = torch.cat([_squared_norms(_at_least_float32(rows_TH)) for rows_TH in y_TH.split(CHUNK_ROWS)])
+    norm_T = torch.cat([_squared_norms(rows_TH) for rows_TH in y_TH.split(CHUNK_ROWS)])
     inverse_M = torch.where(norm_T > 0, 1 / norm_T, 0.0)[token_M]
     dots, norms = [], []
     for rows_MH, tokens_M in zip(z_MH.split(CHUNK_ROWS), token_M.split(CHUNK_ROWS), strict=True):
@@ -131,7 +131,7 @@ def finalize_channel_scores(
 
 
 def _squared_norms(rows_MH: Tensor) -> Tensor:
-    return rows_MH.square().sum(-1).double()
+    return squares(rows_MH).sum(-1).double()
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -309,6 +309,16 @@ def activations(layer: MoELayer, experts: Sequence[int], rows: Sequence[Tensor])
     return list(functions[0].act(torch.cat(outputs, dim=-1)).split(lengths))
 
 
+def down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
+    """Copy ``down_proj`` of some experts of one width, ``[D, H, I]``."""
+    weights = []
+    for index in experts:
+        with ExpertFunction(layer, index) as function:
+            # an offloaded weight is on its device only within the context
+            weights.append(function.projections["down_proj"].weight.detach().clone())
+    return torch.stack(weights)
+
+
 def _wide(x_MA: Tensor, weight_OA: Tensor, bias_O: Tensor | None) -> Tensor:
     y_MO = wide_product(x_MA, weight_OA.T)
     return y_MO if bias_O is None else y_MO + bias_O

@@ -23,7 +23,7 @@ from moe_coverage_plugin.core.gauss_newton import Problem, Tokens, Weights
 from moe_coverage_plugin.core.reconstruction import choose_ridge, reconstruct_down
 from moe_coverage_plugin.core.refit import FEWEST_TOKENS, Refit, refit, token_bytes
 from moe_coverage_plugin.files.progress import Progress
-from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction
+from moe_coverage_plugin.modeling.grouped_experts import ExpertFunction, down_weights
 from moe_coverage_plugin.modeling.moe_layers import MoELayer, expert_width, find_moe_layers, projections
 from moe_coverage_plugin.modeling.router_mask import mask_router
 from moe_coverage_plugin.modeling.slicing import FittedWeights, prune_experts, prune_layer, remove_expert
@@ -159,7 +159,7 @@ class _Reconstruction:
     ) -> dict[int, FittedWeights]:
         """Weights that replace those of the kept channels of experts of one width; none for those not better."""
         fitted_EII, held_EII = grams_2EII
-        down_EHI = _down_weights(layer, experts)
+        down_EHI = down_weights(layer, experts)
         ridge_E = choose_ridge(down_EHI, fitted_EII, held_EII, kept_EN)
         down_EHN = reconstruct_down(down_EHI, fitted_EII.add_(held_EII), kept_EN, ridge_E)
         parts = _parts(experts, REFITTED) if self._full else ()
@@ -195,15 +195,6 @@ def _chunks(experts: list[int], kept_E: list[Tensor], most: int) -> Iterator[lis
         same = list(group)
         for part in _parts(same, most):
             yield same[part]
-
-
-def _down_weights(layer: MoELayer, experts: Sequence[int]) -> Tensor:
-    weights = []
-    for index in experts:
-        with ExpertFunction(layer, index) as function:
-            # an offloaded weight is on its device only within the context
-            weights.append(function.projections["down_proj"].weight.detach().clone())
-    return torch.stack(weights)
 
 
 def _refit(layer: MoELayer, experts: list[int], kept_EN: Tensor, down_EHN: Tensor, inputs: LayerInputs) -> Refit:
