@@ -3,10 +3,12 @@
 Every row is one run of the toolkit on a fresh copy of the model. Rows are appended to a file of JSON lines. Rows that
 are already in the file are not measured again, so an interrupted comparison can be continued. ``--render`` writes the
 tables of RESULTS.md from one or more such files. 24 workers on two NVIDIA H200 measured two rows of the model of 85 M
-parameters per second, without reconstruction.
+parameters per second, without reconstruction. Workers hinder each other on a card, unless NVIDIA's Multi-Process
+Service runs there: rows of REAP then took 20 instead of 200 s, beside 13 other workers on one H200.
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` leaves more of the memory to the others.
 
-    python -m benchmarks.allocation --results benchmarks/results/mini_moe.jsonl
-    python -m benchmarks.allocation --render benchmarks/results/recommended_*.jsonl benchmarks/results/mini_moe.jsonl
+    python -m benchmarks.allocation --results out/mini_moe.jsonl
+    python -m benchmarks.allocation --render benchmarks/results/recommended_mini_moe.jsonl out/mini_moe.jsonl
 """
 
 from __future__ import annotations

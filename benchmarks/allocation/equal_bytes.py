@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.allocation.rows import Row
-from benchmarks.allocation.tables import OURS, UNPRUNED
+from benchmarks.allocation.tables import RECOMMENDED, UNPRUNED
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def lost_to_same_bits(rows: Sequence[Row], method: str) -> list[str]:
             continue
         sizes, losses = zip(*curve, strict=True)
         for point in same:
-            if point.method in (*OURS, UNPRUNED):
+            if point.method in (*RECOMMENDED, UNPRUNED):
                 continue
             ours = float(np.interp(point.bytes, sizes, losses))
             if ours > point.loss:
@@ -74,7 +74,7 @@ def lost_to_other_bits(rows: Sequence[Row], method: str) -> list[str]:
             point
             for point in points
             if point.bits != ours.bits
-            and point.method not in OURS
+            and point.method not in RECOMMENDED
             and point.bytes <= ours.bytes
             and point.loss < ours.loss
         ]

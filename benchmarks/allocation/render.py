@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from benchmarks.allocation.equal_bytes import lost_to_other_bits, lost_to_same_bits
 from benchmarks.allocation.rows import Row, read_rows
-from benchmarks.allocation.tables import OURS, TITLES, UNPRUNED
+from benchmarks.allocation.tables import RECOMMENDED, TITLES, UNPRUNED, settings
 from benchmarks.markers import markers, write_between
 from moe_coverage_plugin.manifest import CoverageError
 
@@ -139,8 +139,14 @@ def _entries(rows: Iterable[Row]) -> list[Entry]:
     groups: dict[tuple[str, float, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.name, row.sparsity, row.bits), []).append(row)
-    entries = [Entry(group) for group in groups.values()]
-    return sorted(entries, key=lambda entry: (-entry.first.bits, entry.first.sparsity))
+    # workers finish rows in any order; names of the corpora are those of the run, so their rows stay as they are
+    order = {(each.table, each.name): position for position, each in enumerate(settings(corpora=()))}
+
+    def position(entry: Entry) -> tuple[int, float, int]:
+        first = entry.first
+        return -first.bits, first.sparsity, order.get((first.table, first.name), len(order))
+
+    return sorted(map(Entry, groups.values()), key=position)
 
 
 def _table(entries: Sequence[Entry], base: float) -> str:
@@ -203,7 +209,7 @@ def _sweep(entries: Sequence[Entry], base: float) -> str:
         parts.append(f"{bits} bits; all channels: {_sized(chosen.get((UNPRUNED, 0.0)), base)}")
         parts.append(_markdown(cells, ("", *map(_percent, sparsities))))
     rows = [row for entry in entries for row in entry.measured]
-    for ours in (method for method in OURS if any(row.method == method for row in rows)):
+    for ours in (method for method in RECOMMENDED if any(row.method == method for row in rows)):
         parts.append(
             f"**Baselines with a lower loss than `{ours}` at equal bytes and bits** (first the loss of the "
             f"baseline, then that of `{ours}`, interpolated linearly between two measured sizes, which "

@@ -14,8 +14,6 @@ OWN, MIXED, OWN_ENTIRE = "own", "own and all", "own, entire"
 WRITTEN = (OWN, MIXED, OWN_ENTIRE)
 UNPRUNED = "unpruned"
 RECOMMENDED = ("recommended", "recommended, no reconstruction")
-# methods of this package in the sweep, of which the last two were recommended when the stored rows were measured
-OURS = (*RECOMMENDED, "fisher, fits down_proj only", "fisher, no reconstruction")
 SPARSITIES = (0.25, 0.5)
 SWEEP_SPARSITIES = (0.15, 0.25, 0.35, 0.45, 0.5, 0.75)
 SWEEP_BITS = (16, 8, 4)

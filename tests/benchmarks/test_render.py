@@ -75,6 +75,13 @@ def test_baselines_are_compared_with_the_curve_at_their_bytes():
     assert lost_to_other_bits(SWEEP, "recommended") == ours + theirs
 
 
+def test_tables_list_rows_in_the_order_of_the_plan():
+    """Workers finish them in any order."""
+    names = ("uniform width", "paper", "recommended", "REAP")
+    text = section([BASE, *(row("main", name, 0.25, 16, 2.2) for name in ("other", *reversed(names)))])
+    assert [cell[0] for cell in cells(text)[2:]] == [*names, "other"]
+
+
 def test_sweep_lists_baselines_better_than_the_recommended_recipe():
     text = section([BASE, *SWEEP])
     assert "- REAP 50 % x 16 bits (12.00 MB): 2.5000 against 2.6000" in text

@@ -73,9 +73,10 @@ def inputs_of(
     model: Any, layer: MoELayer, batches: Sequence[dict[str, Tensor]], held: Sequence[Tensor]
 ) -> LayerInputs:
     """The inputs of a layer's experts in the model's own forward, with the given flags of held-back tokens."""
-    masks = [batch["attention_mask"].flatten().bool() for batch in batches]
+    masks = [batch["attention_mask"].flatten().bool().to(model.device) for batch in batches]
     inputs = LayerInputs(layer.num_experts, int(sum(mask.sum() for mask in masks)), torch.device("cpu"))
-    for batch, held_T, real_T in zip(batches, held, masks, strict=True):
+    flags = [each.to(model.device) for each in held]
+    for batch, held_T, real_T in zip(batches, flags, masks, strict=True):
         handle = layer.experts.register_forward_pre_hook(
             lambda _module, args, held_T=held_T, real_T=real_T: inputs.add(*args, held_T, real_T)
         )
