@@ -116,7 +116,7 @@ def share(one: Tensor, other: Tensor) -> float:
 
 @torch.no_grad()
 def compress_to_nearest(model: Any, before: list[Any], **options: Any) -> Any:
-    """Weights rounded to nearest by the toolkit, whose modules round them in their forward, on a GPU not even there."""
+    """Weights rounded to nearest: the toolkit rounds them in the forward of its modules, on a GPU not even there."""
     rounded = compress(model, [*before, QuantizationModifier(**W4)], **options)
     for each in quantized(rounded).values():
         arguments = each.quantization_scheme.weights
