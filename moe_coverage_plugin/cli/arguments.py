@@ -199,13 +199,19 @@ def _add_oneshot(command: ArgumentParser) -> None:
 def _add_plan(command: ArgumentParser) -> None:
     # here, because pydantic takes half a second to import
     from moe_coverage_plugin.cli.option_flags import add_flags
-    from moe_coverage_plugin.options import AlignmentOptions, AttributionOptions, CoverageOptions
+    from moe_coverage_plugin.options import (
+        AlignmentOptions,
+        AttributionOptions,
+        ChannelPruningOptions,
+        CoverageOptions,
+    )
 
     command.add_argument("scores", metavar="SCORES", help="score file")
     budgets = command.add_argument_group("budgets, as in CoverageModifier")
     add_flags(budgets, CoverageOptions)
     add_flags(budgets, AttributionOptions, "expert_importance")
     add_flags(command.add_argument_group("blocks, as in AlignmentModifier"), AlignmentOptions)
+    add_flags(command.add_argument_group("storage, as in ChannelPruningModifier"), ChannelPruningOptions, "layout")
     _add_files(command)
 
 
