@@ -35,7 +35,7 @@ windows = windows[torch.linspace(0, len(windows) - 1, min(args.windows, len(wind
 oneshot(
     model=args.model,
     dataset=Dataset.from_dict({"input_ids": windows.tolist()}),
-    # scores from one pass forward and backward, widths in blocks of 64 channels, then reconstruction
+    # scores from passes forward, backward and forward, widths in blocks of 64 channels, then reconstruction
     recipe=recommended_recipe(args.sparsity, block_size=64, scheme=None),
     num_calibration_samples=len(windows),
     batch_size=16,

@@ -41,7 +41,7 @@ oneshot(
     recipe_args={} if args.sparsity is None else {"sparsity": args.sparsity},
     num_calibration_samples=len(windows),
     batch_size=16,
-    moe_calibrate_all_experts="gptq" in args.recipe,  # GPTQ needs tokens for every expert, rounding needs none
+    moe_calibrate_all_experts="gptq" in args.recipe,  # llm-compressor's GPTQ needs tokens for every expert
     output_dir=args.output,
 )
 
