@@ -131,9 +131,7 @@ def run_job(checkpoint: Path, output: Path, work: Work, cpu_bytes: int) -> list[
     from transformers import AutoModelForCausalLM
 
     from moe_coverage_plugin import recipe_path
-    from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 
-    unload_image_processors()
     phases: list[Phase] = []
     clock = time.monotonic()
 

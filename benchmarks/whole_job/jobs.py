@@ -29,7 +29,8 @@ from benchmarks.whole_job.needs import checkpoint_bytes, compressed_bytes
 from benchmarks.whole_job.record import Recorder
 from benchmarks.whole_job.shapes import Shape
 from moe_coverage_plugin import AttributionModifier, recommended_recipe
-from moe_coverage_plugin.cli.compression import offload_folder, open_model
+from moe_coverage_plugin.checkpoint.opening import open_model
+from moe_coverage_plugin.cli.compression import offload_folder
 from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modeling.compute_dtype import fast_compute_dtype
 from moe_coverage_plugin.modeling.grouped_experts import grouped_experts

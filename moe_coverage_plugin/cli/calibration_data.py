@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from moe_coverage_plugin.calibration.provenance import describe_model, environment, text_provenance
 from moe_coverage_plugin.calibration.text import IDS, pack
+from moe_coverage_plugin.checkpoint.opening import explained
 from moe_coverage_plugin.cli.early import LONGEST, OWN, text_paths
 from moe_coverage_plugin.files.progress import Progress, progress_directory
 from moe_coverage_plugin.manifest import CoverageError
@@ -86,17 +87,6 @@ def _own_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output
         text = torch.frombuffer(bytearray(own.info.description.encode()), dtype=torch.uint8)
         progress.save("own", {"ids_WS": torch.tensor(own[IDS]), "description": text})
     return own
-
-
-@contextmanager
-def explained(problem: str) -> Iterator[None]:
-    """Turn any exception of a library that reads the user's files into a CoverageError."""
-    try:
-        yield
-    except CoverageError:
-        raise
-    except Exception as error:
-        raise CoverageError(f"{problem} ({type(error).__name__}: {error})") from error
 
 
 def _length(arguments: Namespace) -> int:

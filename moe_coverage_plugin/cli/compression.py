@@ -13,29 +13,21 @@ from typing import Any
 
 from datasets import Dataset
 from llmcompressor import oneshot  # pyright: ignore[reportPrivateImportUsage] - the documented import
-from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
-from llmcompressor.utils.dev import load_context
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from moe_coverage_plugin.calibration.text import IDS
-from moe_coverage_plugin.checkpoint.loading import load
+from moe_coverage_plugin.checkpoint.opening import DISK, OFFLOAD, explained, open_model
 from moe_coverage_plugin.checkpoint.saving import PruningRecord
 from moe_coverage_plugin.checkpoint.staging import check_output
-from moe_coverage_plugin.cli.calibration_data import explained, read_data, with_own_text
+from moe_coverage_plugin.cli.calibration_data import read_data, with_own_text
 from moe_coverage_plugin.files.atomic import in_use
 from moe_coverage_plugin.files.progress import check_unused, progress_directory
-from moe_coverage_plugin.files.weights import SUFFIX
-from moe_coverage_plugin.manifest import CONFIG_KEY, CoverageError, Manifest
-from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
-from moe_coverage_plugin.modeling.memory import free_host_memory
-from moe_coverage_plugin.modeling.released_experts import released_experts
+from moe_coverage_plugin.manifest import CoverageError
 from moe_coverage_plugin.modifiers.oneshot_run import is_ours
 from moe_coverage_plugin.modifiers.quantizers import check_quantizers
-
-# places of weights besides those of transformers
-OFFLOAD, DISK = "auto_offload", "disk"
+from moe_coverage_plugin.modifiers.rehearsal import check_before_text
 
 
 def compress(arguments: Namespace, recipe: str, recipe_args: Mapping[str, Any]) -> None:
@@ -79,6 +71,8 @@ def _compress(
     if isinstance(record := getattr(model.save_pretrained, "_record", None), PruningRecord) and not ours:
         # a pruned checkpoint is only quantized; with our modifiers in the recipe, they make this check
         check_quantizers(model, [], modifiers, record.block_size, record.layout)
+    if ours:
+        check_before_text(model, modifiers, recipe_args)
     data = with_own_text(given, model, arguments)
     oneshot(
         model=model,
@@ -141,42 +135,3 @@ def _modifiers(recipe: str) -> list[Modifier]:
 
 def _longest(data: Dataset) -> int:
     return max((len(ids) for ids in data[IDS]), default=0)
-
-
-def open_model(model: str, device_map: str | None, offload_folder: Path | None = None) -> PreTrainedModel:
-    """Open a model with its experts as linear modules, without a second copy of them in memory.
-
-    Args:
-        model: directory or name.
-        device_map: as of ``moe-coverage oneshot``; ``None``: host memory.
-        offload_folder: directory for weights on disk, which must exist as long as the model.
-
-    Raises:
-        CoverageError: it cannot be opened, or host memory is too small for it.
-    """
-    path = Path(model)
-    if path.is_dir() and Manifest.from_checkpoint(path) is not None:
-        if device_map is not None:
-            raise CoverageError(f"{model} has {CONFIG_KEY} and is opened on the CPU: leave out --device-map")
-        return load(path)
-    if device_map is None and path.is_dir():
-        _check_host_memory(path)
-    unload_image_processors()
-    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    if device_map == DISK:
-        options["device_map"] = {"": DISK}
-    if offload_folder is not None:
-        options["offload_folder"] = str(offload_folder)
-    opener = load_context() if device_map in (OFFLOAD, DISK) else load_quantizable_moe()
-    with explained(f"{model} cannot be opened as a model"), opener, released_experts():
-        return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=False, **options)
-
-
-def _check_host_memory(path: Path) -> None:
-    """Check that weights fit into host memory; files of which pages are dropped would be read again in each pass."""
-    needed, free = sum(file.stat().st_size for file in path.glob(f"*{SUFFIX}")), free_host_memory()
-    if needed > free:
-        raise CoverageError(
-            f"the weights of {path} take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of host memory are free"
-            f": give --device-map {OFFLOAD}, which leaves on disk what does not fit"
-        )

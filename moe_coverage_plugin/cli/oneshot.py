@@ -13,7 +13,7 @@ from moe_coverage_plugin.cli.early import check_oneshot_text
 from moe_coverage_plugin.files.model_path import check_model
 from moe_coverage_plugin.installation import PLACE, install_command
 from moe_coverage_plugin.manifest import CoverageError
-from moe_coverage_plugin.options.recipes import check_fields, modifiers_of
+from moe_coverage_plugin.options.recipes import MODIFIERS, check_fields, check_order, check_overrides, modifiers_of
 from moe_coverage_plugin.recipe_files import recipe_path
 
 
@@ -52,8 +52,12 @@ def _check_recipe(recipe: str, recipe_args: Mapping[str, Any]) -> None:
             return
         reason = " ".join(str(error).split())[:160]
         raise CoverageError(f"recipe {recipe} cannot be read as YAML ({reason}): correct it there") from error
-    for name, fields in modifiers_of(content, recipe):
+    modifiers = modifiers_of(content, recipe)
+    for name, fields in modifiers:
         check_fields(name, fields, recipe_args)
+    check_order([name for name, _ in modifiers])
+    if pruning := [MODIFIERS[name] for name, _ in modifiers if name in MODIFIERS]:
+        check_overrides(recipe_args, {name for each in pruning for name in each.model_fields})
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -83,7 +83,7 @@ def _vllm_engine(model: str, temperature: float, length: int) -> Any:
 def _transformers_engine(model: str, options: Any) -> Any:
     import torch
 
-    from moe_coverage_plugin.cli.compression import open_model
+    from moe_coverage_plugin.checkpoint.opening import open_model
     from moe_coverage_plugin.sampling.transformers_engine import TransformersEngine
 
     opened = open_model(model, "auto" if torch.cuda.is_available() else None)

@@ -93,8 +93,8 @@ def find_moe_layers(model: PreTrainedModel, ignore: Sequence[str] = ()) -> list[
     names = [name for name, module in model.named_modules() if isinstance(module, LinearExperts2D)]
     if not names:
         raise CoverageError(
-            f"{type(model).__name__} has no mixture-of-experts layer in linear form: expert channels can be pruned "
-            "only in a mixture-of-experts model that llm-compressor linearizes"
+            f"{type(model).__name__} has no mixture-of-experts layer in linear form: give the path of a "
+            "mixture-of-experts model instead of the model, or open it within llm-compressor's load_quantizable_moe()"
         )
     ignored = _ignored(model, names, ignore)
     layers = [_layer(model, name) for name in names if name not in ignored]

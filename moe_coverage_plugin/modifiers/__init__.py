@@ -2,6 +2,7 @@
 
 from llmcompressor.modifiers import ModifierFactory
 
+from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors_before_patches
 from moe_coverage_plugin.modeling.loaded_weights import record_loading
 from moe_coverage_plugin.modifiers.alignment import AlignmentModifier
 from moe_coverage_plugin.modifiers.attribution import AttributionModifier
@@ -36,3 +37,4 @@ for _modifier in (
 
 # so early because models are opened before a run
 record_loading()
+unload_image_processors_before_patches()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from llmcompressor.core import active_session
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 
 from moe_coverage_plugin.manifest import CoverageError, Manifest
 from moe_coverage_plugin.modifiers.early_checks import check_run
+from moe_coverage_plugin.options.base import Options
+from moe_coverage_plugin.options.recipes import check_overrides, order_error
 
 M = TypeVar("M", bound=Modifier)
 # noted while recipes initialize: later, the pass of one modifier hides the others
@@ -86,11 +89,7 @@ def predecessor(modifier: Modifier, *kinds: type[M]) -> M:
         if isinstance(other, kinds):
             return other
     wanted = " or ".join(kind.__name__ for kind in kinds)
-    where = "comes after it" if any(isinstance(other, kinds) for other in after) else "is missing"
-    raise CoverageError(
-        f"{type(modifier).__name__} needs {wanted} before it in the recipe, which {where}: the order is "
-        "AttributionModifier, CoverageModifier, AlignmentModifier (optional), ChannelPruningModifier, then quantizers"
-    )
+    raise order_error(type(modifier).__name__, wanted, any(isinstance(other, kinds) for other in after))
 
 
 def prepare(modifier: Modifier) -> None:
@@ -99,7 +98,8 @@ def prepare(modifier: Modifier) -> None:
     Raises:
         CoverageError: the pipeline uses no data; see also :func:`apply_recipe_args` and :func:`refuse_shared_pass`.
     """
-    apply_recipe_args(modifier)
+    if isinstance(modifier, Options):
+        apply_recipe_args(modifier)
     run = running_oneshot()
     if run is not None:
         _recipes[run] = list(active_session().lifecycle.recipe.modifiers)
@@ -132,21 +132,32 @@ def refuse_shared_pass(modifier: Modifier) -> None:
 
 
 def apply_recipe_args(modifier: Modifier) -> None:
-    """Let ``oneshot(recipe_args=...)`` override fields of our modifiers by name.
+    """Let ``oneshot(recipe_args=...)`` override fields of a pruning modifier by name.
 
-    The toolkit accepts the argument but does not apply it, so a name that no modifier of ours has is an error.
+    The toolkit accepts the argument but does not apply it, so a name that no pruning modifier has is an error.
 
     Raises:
         CoverageError: an unknown name, or a value that the field does not accept.
     """
     recipe = active_session().lifecycle.recipe
     inherited = set(Modifier.model_fields)
-    known = {name for other in recipe.modifiers if is_ours(other) for name in type(other).model_fields} - inherited
-    if unknown := sorted(set(recipe.args) - known):
-        raise CoverageError(f"recipe_args {', '.join(unknown)} override nothing: known are {', '.join(sorted(known))}")
-    overrides = {name: value for name, value in recipe.args.items() if name in type(modifier).model_fields}
-    given = modifier.model_dump(include=modifier.model_fields_set - inherited)
-    checked = type(modifier)(**given | overrides)
+    pruning = [type(other) for other in recipe.modifiers if isinstance(other, Options)]
+    check_overrides(recipe.args, {name for each in pruning for name in each.model_fields} - inherited)
+    checked = overridden(modifier, recipe.args)
     # patch: recipe-args
-    for name in overrides:
+    for name in set(recipe.args) & set(type(modifier).model_fields):
         setattr(modifier, name, getattr(checked, name))
+
+
+def overridden(modifier: M, values: Mapping[str, Any]) -> M:
+    """Return a modifier like this one, but with other values for fields that it has.
+
+    Args:
+        modifier: a pruning modifier.
+        values: by name; those of other modifiers are passed over.
+
+    Raises:
+        CoverageError: a value that the field does not accept.
+    """
+    given = modifier.model_dump(include=modifier.model_fields_set - set(Modifier.model_fields))
+    return type(modifier)(**given | {name: values[name] for name in values if name in type(modifier).model_fields})

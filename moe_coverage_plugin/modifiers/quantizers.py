@@ -138,8 +138,9 @@ def _check_block_size(
         )
     if block_size % group_size:
         raise CoverageError(
-            f"{name} has group_size {group_size} but widths will be multiples of {block_size}: add "
-            f"AlignmentModifier(block_size=...) with a multiple of {group_size} before ChannelPruningModifier"
+            f"{name} has group_size {group_size} but widths will be multiples of {block_size}: give an "
+            f"AlignmentModifier before ChannelPruningModifier a block_size that is a multiple of {group_size}, or "
+            f"choose a group_size that divides {block_size}"
         )
 
 
@@ -155,8 +156,8 @@ def _check_groups(
         if module.in_features % group_size:
             raise CoverageError(
                 f"{name} has group_size {group_size}, which does not divide the {module.in_features} input channels "
-                f'of {path}: add "{path}" to its ignore, or choose a group size that does, for instance '
-                f"{math.gcd(group_size, module.in_features)}"
+                f"of {path}: choose a group size that does, for instance {math.gcd(group_size, module.in_features)}, "
+                f'or add "{path}" to its ignore'
             )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from moe_coverage_plugin.manifest import CoverageError
@@ -20,6 +21,12 @@ MODIFIERS: dict[str, type[Options]] = {
     "CoverageModifier": CoverageOptions,
     "AlignmentModifier": AlignmentOptions,
     "ChannelPruningModifier": ChannelPruningOptions,
+}
+# what each takes values from, before it in the recipe
+NEEDED = {
+    "CoverageModifier": "AttributionModifier",
+    "AlignmentModifier": "CoverageModifier",
+    "ChannelPruningModifier": "CoverageModifier",
 }
 # fields that the toolkit gives to every modifier
 TOOLKIT_FIELDS = frozenset(["index", "group", "start", "end", "update", "requires_calibration_data"])
@@ -44,6 +51,49 @@ def check_fields(modifier: str, fields: Any, overrides: Mapping[str, Any]) -> No
     changed = {name: value for name, value in overrides.items() if name in options.model_fields}
     # the name of the modifier for messages
     type(modifier, (options,), {"__module__": __name__})(**given | changed)
+
+
+def check_order(modifiers: Sequence[str]) -> None:
+    """Check that each pruning modifier has the one before it in the recipe that it takes values from.
+
+    Args:
+        modifiers: names of the recipe's modifiers, in their order.
+
+    Raises:
+        CoverageError: names both.
+    """
+    for position, name in enumerate(modifiers):
+        needed = NEEDED.get(name)
+        if needed is not None and needed not in modifiers[:position]:
+            raise order_error(name, needed, needed in modifiers[position:])
+
+
+def order_error(modifier: str, needed: str, comes_after: bool) -> CoverageError:
+    """Return the error of a modifier that lacks another one before it in the recipe."""
+    where = "comes after it" if comes_after else "is missing"
+    return CoverageError(
+        f"{modifier} needs {needed} before it in the recipe, which {where}: the order is AttributionModifier, "
+        "CoverageModifier, AlignmentModifier (optional), ChannelPruningModifier, then quantizers"
+    )
+
+
+def check_overrides(overrides: Collection[str], known: Collection[str]) -> None:
+    """Check the names of ``recipe_args``.
+
+    Args:
+        overrides: the names.
+        known: fields of the recipe's pruning modifiers.
+
+    Raises:
+        CoverageError: names that would override nothing, and what may be meant.
+    """
+    if unknown := sorted(set(overrides) - set(known)):
+        close = [match for name in unknown for match in get_close_matches(name, known, n=1, cutoff=0.6)]
+        remedy = f"did you mean {', '.join(close)}?" if close else f"these have {', '.join(sorted(known))}"
+        raise CoverageError(
+            f"recipe_args {', '.join(unknown)} override nothing, only fields of the recipe's pruning modifiers can be "
+            f"overridden (edit the recipe for those of a quantizer): {remedy}"
+        )
 
 
 def modifiers_of(content: Any, recipe: str) -> list[tuple[str, Any]]:

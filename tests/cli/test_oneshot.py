@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import conversion_mapping, monkey_patching
 
 from moe_coverage_plugin import Manifest
-from moe_coverage_plugin.cli import compression
+from moe_coverage_plugin.checkpoint import opening
 from moe_coverage_plugin.files.scores import load_scores
 from moe_coverage_plugin.manifest import SCORES_NAME
 from tests.checkpoint.runs import tensors
@@ -143,7 +143,7 @@ def test_weights_on_disk(
 def test_weights_that_do_not_fit_in_host_memory(
     script: Any, command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "free_host_memory", lambda: 2**20)
+    monkeypatch.setattr(opening, "free_host_memory", lambda: 2**20)
     done = script(*command(output=tmp_path / "out"))
     assert done.status == 2
     message = f"the weights of {model} take 0.0 GiB, and 0.0 GiB of host memory are free: give --device-map auto_off"

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from llmcompressor import oneshot
 
-from moe_coverage_plugin import Manifest, load_scores, sample_text
+from moe_coverage_plugin import CoverageError, Manifest, load_scores, sample_text
 from moe_coverage_plugin.calibration.calibration_set import data_hash
 from moe_coverage_plugin.cli import calibration_data
 from moe_coverage_plugin.manifest import SCORES_NAME
@@ -41,6 +41,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+def stopped(done: Any, words: str) -> bool:
+    """Whether a command ended with an error, its last line; before it are bars of the loader."""
+    last = done.err.splitlines()[-1]
+    return done.status == 2 and last.startswith("moe-coverage: ") and words in last
+
+
 def measured_on(output: Path) -> dict[str, Any]:
     return load_scores(output / SCORES_NAME)[1]
 
@@ -55,6 +61,50 @@ def test_the_model_writes_the_text_if_none_is_given(script: Any, model: Path, tm
     written = found["calibration_text"]
     assert written["text"] == "written by the model itself"
     assert (written["seed"], written["samples"], written["length"]) == (3, SAMPLES, SEQUENCE)
+
+
+def test_python_takes_the_path_of_the_model(model: Path) -> None:
+    options = {"samples": SAMPLES, "length": SEQUENCE, "seed": 3}
+    expected = sample_text(open_stock(model, linear=True), **options)
+    assert sample_text(str(model), **options)["input_ids"] == expected["input_ids"]
+    assert sample_text(model, **options).info.description == expected.info.description
+
+
+def test_a_path_that_is_no_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CoverageError, match="is not a model directory"):
+        sample_text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (["recommended_p50", "--recipe-args", "sparsty=0.5"], "did you mean sparsity"),
+        (["recommended_p50_q4", "--recipe-args", "scheme=W8A16"], "edit the recipe for those of a quantizer"),
+        (["recommended_p50", "--recipe-args", "block_size=100"], "block size 100 does not divide the 128 channels"),
+        (["recommended_p50_q4", "--recipe-args", "block_size=64"], "widths will be multiples of 64"),
+        (["ORDER"], "CoverageModifier needs AttributionModifier before it in the recipe, which is missing"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_writes(
+    script: Any, monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, recipe: list[str], words: str
+) -> None:
+    monkeypatch.setattr(calibration_data, "sample_text", lambda *_, **__: pytest.fail("the model wrote"))
+    if recipe == ["ORDER"]:
+        path = tmp_path / "recipe.yaml"
+        modifiers = "{CoverageModifier: {sparsity: 0.5}, ChannelPruningModifier: {}}"
+        path.write_text(f"prune_stage: {{prune_modifiers: {modifiers}}}")
+        recipe = [str(path)]
+    assert stopped(script("oneshot", model, "--recipe", *recipe, *SIZES, "--output", tmp_path / "out"), words)
+    assert {path.name for path in tmp_path.iterdir()} <= {"recipe.yaml"}
+
+
+def test_a_pruned_model_is_found_before_it_writes(
+    script: Any, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    assert script("oneshot", model, *PRUNE, *SIZES, "--data", text, "--output", tmp_path / "out").status == 0
+    monkeypatch.setattr(calibration_data, "sample_text", lambda *_, **__: pytest.fail("the model wrote"))
+    done = script("oneshot", tmp_path / "out", *PRUNE, *SIZES, "--output", tmp_path / "again")
+    assert stopped(done, "was pruned already")
 
 
 def test_own_text_and_files_get_half_of_the_windows_each(script: Any, model: Path, text: Path, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ UNPICKLING_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.un
 # calls by which the package lets transformers open something, and whether they pass trust_remote_code
 OPENED = {
     "cli/calibration_data.py": {"AutoConfig.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
-    "cli/compression.py": {"AutoModelForCausalLM.from_pretrained": True},
+    "checkpoint/opening.py": {"AutoModelForCausalLM.from_pretrained": True},
     "cli/sample.py": {"AutoConfig.from_pretrained": True, "AutoTokenizer.from_pretrained": True},
     "sampling/dataset.py": {"AutoTokenizer.from_pretrained": True},
     "evaluation/backends.py": {"AutoModelForCausalLM.from_pretrained": True, "AutoTokenizer.from_pretrained": True},

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.monkey_patching import clear_patch_mapping
 
 from moe_coverage_plugin import AttributionModifier, ChannelPruningModifier, CoverageError, CoverageModifier
-from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from moe_coverage_plugin.modeling.loaded_weights import RECORD, check_finite, check_loaded
 from moe_coverage_plugin.modeling.moe_layers import find_moe_layers
 from tests.modifiers.harness import open_linear, pruning, refusal
@@ -43,7 +42,6 @@ def edited(source: Path, directory: Path, edit: Callable[[Tensors], Tensors | No
 
 def open_by_the_toolkit(path: Path) -> PreTrainedModel:
     """By the toolkit's loader, without what it changes in the process."""
-    unload_image_processors()
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
         patches.setattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set())

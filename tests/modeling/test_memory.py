@@ -90,10 +90,8 @@ from pathlib import Path
 from compressed_tensors.offload import get_device_map, load_offloaded_model
 from llmcompressor import oneshot
 from llmcompressor.utils.dev import load_context
-from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from tests.modeling.test_memory import OFFLOAD, job
 from transformers import AutoModelForCausalLM
-unload_image_processors()
 source, out = map(Path, sys.argv[1:])
 for opening, bits in ((load_offloaded_model, 16), (load_context, 4)):
     output = out / f"offloaded_{bits}"

@@ -13,7 +13,7 @@ from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from torch.nn import Module
 from transformers import AutoModelForCausalLM
 
-from moe_coverage_plugin.cli.compression import open_model
+from moe_coverage_plugin.checkpoint.opening import open_model
 from tests.tiny import save_model
 
 LAYERS = 4

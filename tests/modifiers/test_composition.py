@@ -147,10 +147,8 @@ import torch
 from tests.modifiers.harness import W4_GROUP_64, compress, logits, pruning
 from llmcompressor.modeling.moe.linearize import load_quantizable_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from moe_coverage_plugin.modeling.lazy_modules import unload_image_processors
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
-unload_image_processors()
 with load_quantizable_moe():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 torch.save(logits(compress(model, [*pruning(0.3), QuantizationModifier(**W4_GROUP_64)])), sys.argv[2])

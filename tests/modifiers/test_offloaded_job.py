@@ -16,7 +16,7 @@ from moe_coverage_plugin import (
     LayerwiseGPTQModifier,
     Manifest,
 )
-from moe_coverage_plugin.cli.compression import open_model
+from moe_coverage_plugin.checkpoint.opening import open_model
 from tests.checkpoint.runs import tensors
 from tests.modifiers.harness import compress, open_linear, save_tiny
 from tests.tiny import add_tokenizer, four_bits, token_batches

@@ -24,6 +24,7 @@ from moe_coverage_plugin import (
     ChannelPruningModifier,
     CoverageError,
     CoverageModifier,
+    LayerwiseGPTQModifier,
     load,
 )
 from moe_coverage_plugin.manifest import REPORT_NAME
@@ -235,12 +236,12 @@ def quantizer_of(group_size: int | None = None, targets: str = "Linear", ignore:
 def test_scheme_with_larger_groups_than_blocks(pristine: PreTrainedModel, output: Path):
     quantizer = QuantizationModifier(targets=["Linear"], scheme="W4A16", ignore=["lm_head"])
     message = refusal(pristine, [*pruning(block_size=64), quantizer], output)
-    assert re.search(r"group_size 128 but widths will be multiples of 64.*multiple of 128", message)
+    assert re.search(r"group_size 128 but widths will be multiples of 64.*multiple of 128.*divides 64", message)
 
 
 def test_groups_without_alignment(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, [*pruning(block_size=None), quantizer_of(64)], output)
-    assert re.search(r"group_size 64 but widths will be multiples of 1: add AlignmentModifier", message)
+    assert re.search(r"group_size 64 but widths will be multiples of 1: give an AlignmentModifier", message)
 
 
 def test_groups_that_do_not_divide_the_hidden_size(tmp_path: Path, output: Path):
@@ -258,7 +259,7 @@ def test_groups_that_do_not_divide_a_dense_layer(tmp_path: Path, output: Path, c
     source = add_tokenizer(save_tiny(tmp_path / "model", "glm4_moe", intermediate_size=channels))
     message = refusal(source, [*pruning(), quantizer_of(64)], output)
     assert re.search(
-        rf"group_size 64, .* {channels} input channels of model\.layers\.0\.mlp\.down_proj: add .* ignore", message
+        rf"group_size 64, .* {channels} input channels of model\.layers\.0\.mlp\.down_proj: .* add .* ignore", message
     )
     named = re.findall(r'add "(\S+)" to', message)[0]
     compress(open_linear(source), [*pruning(), quantizer_of(64, ignore=("lm_head", named))])
@@ -477,7 +478,10 @@ def test_loss_prior_without_measured_loss(pristine: PreTrainedModel, output: Pat
 
 def test_unknown_recipe_args(pristine: PreTrainedModel, output: Path):
     message = refusal(pristine, pruning(), output, recipe_args={"sparsty": 0.3, "sparsity": 0.3})
-    assert re.search("recipe_args sparsty override nothing: known are .*block_size.*sparsity", message)
+    assert re.search("recipe_args sparsty override nothing.*did you mean sparsity", message)
+    recipe = [*pruning(), LayerwiseGPTQModifier(targets=["Linear"], scheme="W4A16")]
+    message = refusal(pristine, recipe, output, recipe_args={"scheme": "FP8_DYNAMIC"})
+    assert re.search("recipe_args scheme override nothing.*edit the recipe.*block_size.*sparsity", message)
 
 
 @pytest.mark.parametrize("value", ["much", [0.2], None, 1.5])
