@@ -18,7 +18,7 @@ from moe_coverage_plugin.cli.early import CHECKS
 from moe_coverage_plugin.cli.environment import check_toolkit, not_installed
 from moe_coverage_plugin.manifest import CoverageError
 
-USER_ERROR = 2
+USER_ERROR, INTERRUPTED = 2, 130
 # modules of the subcommands
 COMMANDS = {
     "oneshot": "oneshot",
@@ -30,6 +30,7 @@ COMMANDS = {
     "pareto": "pareto",
 }
 TOOLKIT_COMMANDS = ("oneshot", "finetune")
+RESUMED_COMMANDS = ("oneshot", "finetune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process by default.
 
     Returns:
-        The exit status: 2, after one line on stderr, for a mistake that the user can correct.
+        The exit status: after one line on stderr, 2 for a mistake that the user can correct, 130 if the user stopped.
     """
     arguments = build_parser({name: partial(_run, name) for name in COMMANDS}).parse_args(argv)
     try:
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except CoverageError as error:
         return _fail(str(error))
+    except KeyboardInterrupt as interrupt:
+        return _fail(f"interrupted{interrupt}", INTERRUPTED)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == __name__.partition(".")[0]:
@@ -64,10 +67,14 @@ def _run(command: str, arguments: Namespace) -> None:
     if command in TOOLKIT_COMMANDS:
         check_toolkit(command)
     CHECKS[command](arguments)
-    import_module(f"{__name__}.{COMMANDS[command]}").run(arguments)
+    try:
+        import_module(f"{__name__}.{COMMANDS[command]}").run(arguments)
+    except KeyboardInterrupt:
+        again = ": give the same command again to go on" if command in RESUMED_COMMANDS else ""
+        raise KeyboardInterrupt(again) from None
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = USER_ERROR) -> int:
     # a name from a damaged file can contain line breaks
     print("moe-coverage:", " ".join(message.split()), file=sys.stderr)
-    return USER_ERROR
+    return status

@@ -90,12 +90,20 @@ def _own_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output
 
 
 def _length(arguments: Namespace) -> int:
-    """Tokens of a window; text that the model writes is not longer than its context, and text beside it as long."""
-    if arguments.sequence_length and OWN not in arguments.data:
-        return arguments.sequence_length
+    """Tokens of a window, which the context of the model limits.
+
+    Raises:
+        CoverageError: the user asked for more.
+    """
     with explained(f"{arguments.model} cannot be opened as a model"):
         config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
-    return document_length(arguments.sequence_length or LONGEST, config)
+    length = document_length(arguments.sequence_length or LONGEST, config)
+    if arguments.sequence_length and length < arguments.sequence_length:
+        raise CoverageError(
+            f"--sequence-length is {arguments.sequence_length}, but the context of {arguments.model} has {length} "
+            f"tokens: give at most {length}"
+        )
+    return length
 
 
 def _check_lengths(given: Dataset, length: int) -> None:

@@ -38,8 +38,8 @@ def run(arguments: Namespace) -> None:
     output = arguments.output
     print(f"Wrote {output}\n  moe-coverage inspect {output}    # widths, bytes, tensor-parallel degrees")
     print("To serve it, in an environment of its own, because vLLM needs other packages than llm-compressor:")
-    print(f"  python -m venv serving && {install_command('serve', pip='serving/bin/pip')}    # {PLACE}")
-    print(f"  serving/bin/vllm serve {output}")
+    print(f"  python -m venv serve && {install_command('serve', pip='serve/bin/pip')}    # {PLACE}")
+    print(f"  serve/bin/vllm serve {output}")
 
 
 def _check_recipe(recipe: str, recipe_args: Mapping[str, Any]) -> None:

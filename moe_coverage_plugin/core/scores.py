@@ -80,7 +80,8 @@ class AttributionScores:
         # experts without any token need other text, not more of it
         known = self.effective_tokens_LE[self.effective_tokens_LE > 0]
         typical = f"{float(known.median()):.0f}" if known.numel() else "0"
-        found = f"{few} of {total} channel scores rest on fewer than {TOKEN_FLOOR} tokens; a typical one on {typical}"
+        floor = f"{TOKEN_FLOOR} effective tokens"
+        found = f"{few} of {total} channel scores rest on fewer than {floor}; a typical one on {typical}"
         if not known.numel() or float(known.min()) >= TOKEN_FLOOR:
             return found
         times = math.ceil(TOKEN_FLOOR / float(known.min()))

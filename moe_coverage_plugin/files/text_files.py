@@ -63,7 +63,7 @@ def no_text(where: str, column: str, columns: Iterable[str]) -> str:
     if chats := [name for name in CHATS if name in columns]:
         remedy = f"make text of {chats[0]!r} by tokenizer.apply_chat_template(..., tokenize=False), or name a column"
     else:
-        remedy = "name the column of the text"
+        remedy = "name the column of the text (--text-field, or text_column of oneshot)"
     return f"{where} has no text in {column!r}, only {', '.join(columns)}: {remedy}"
 
 

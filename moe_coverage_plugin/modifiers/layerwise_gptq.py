@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +87,8 @@ class LayerwiseGPTQModifier(GPTQModifier):
     _joined: bool = PrivateAttr(default=False)
     # Hessian matrices of linear layers outside of experts, of the decoder layer that is observed now
     _others: InputSums = PrivateAttr(default_factory=InputSums)
+    # squared differences of outputs, by linear layer, of the decoder layer that is quantized now
+    _errors: dict[str, float] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _counts_inputs_itself(self) -> Self:
@@ -191,6 +194,12 @@ class LayerwiseGPTQModifier(GPTQModifier):
         """Quantize the linear layers outside of experts of a decoder layer that was watched."""
         # without an input, weights are rounded to nearest
         self._quantize(self._others.pop(self._modules_of(step)))
+        if self._errors:
+            # some names are of several modules
+            names = " and ".join(self._errors).split(" and ")
+            place = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+            logger.info(f"Quantized {len(names)} linear layers of {place}, error {sum(self._errors.values()):.4g}")
+            self._errors = {}
 
     def quantize_experts(self, layer: MoELayer, inputs: LayerInputs, experts: Sequence[int] | None = None) -> None:
         """Quantize experts of a layer as they are now.
@@ -265,19 +274,17 @@ class LayerwiseGPTQModifier(GPTQModifier):
                     update_offload_parameter(module, name, value)
 
     def compress_module_list(self, module_list: list[Module]) -> None:
-        """Quantize modules that have a Hessian matrix, those of one shape together, and log their errors.
+        """Quantize modules that have a Hessian matrix, those of one shape together.
 
         Values are read from the device once for all of them, and the toolkit's log of memory for each is left out.
         """
         assert self.dampening_frac is not None
         for batch in assign_batches(module_list, self.batched_quantization, self.block_size):
             names = [self._module_names[module] for module in batch]
-            logger.info(f"Quantizing {len(batch)} module(s): {names}")
             errors, nearest = quantize_modules(
                 batch, self._hessians, self._num_samples, self.block_size, self.dampening_frac
             )
-            for name, error in zip(names, errors, strict=True):
-                logger.log("METRIC", f"{name}: error {error:.2f}")
+            self._errors |= dict(zip(names, errors, strict=True))
             # the toolkit warns of them
             self._rtn_fallback_module_names += [name for name, each in zip(names, nearest, strict=True) if each]
             self._num_compressed_modules += len(batch)

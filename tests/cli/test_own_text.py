@@ -163,10 +163,10 @@ def test_windows_of_files_beside_own_text_fit_the_context(script: Any, text: Pat
     source = save_model(
         tmp_path / "short", num_hidden_layers=1, moe_intermediate_size=128, max_position_embeddings=SEQUENCE
     )
-    sizes = ["--samples", 4, "--sequence-length", 2 * SEQUENCE, "--batch-size", 4]
-    done = script(
-        "oneshot", add_tokenizer(source), *PRUNE, *sizes, "--data", "own", text, "--output", tmp_path / "out"
-    )
+    command = ["oneshot", add_tokenizer(source), *PRUNE, "--samples", 4, "--batch-size", 4, "--data", "own", text]
+    longer = script(*command, "--sequence-length", 2 * SEQUENCE, "--output", tmp_path / "out")
+    assert stopped(longer, f"has {SEQUENCE} tokens: give at most {SEQUENCE}")
+    done = script(*command, "--output", tmp_path / "out")
     assert done.status == 0, done.err
     assert load_scores(tmp_path / "out" / SCORES_NAME)[0].tokens_LE.sum(-1).tolist() == [4 * SEQUENCE * 2]
 

@@ -122,6 +122,25 @@ def test_pictures_without_matplotlib(pruned: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("command", "remedy"), [("oneshot", ": give the same command again to go on"), ("plan", "")])
+def test_an_interrupt_is_one_line(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, remedy: str
+) -> None:
+    """Wherever it arrives, here while the modules of the command are imported."""
+
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_coverage_plugin.cli.import_module", interrupted)
+    (tmp_path / "scores.safetensors").write_bytes(b"")
+    arguments = {
+        "oneshot": [tmp_path, "--recipe", "recommended_p50", "--output", tmp_path / "out"],
+        "plan": [tmp_path / "scores.safetensors", "--sparsity", "0.5"],
+    }
+    done = script(command, *arguments[command])
+    assert (done.status, done.err) == (130, f"moe-coverage: interrupted{remedy}\n")
+
+
 def test_an_error_is_one_line(tmp_path: Path) -> None:
     for arguments in (["inspect", "absent"], ["plan", "absent", "--sparsity", "0.5"]):
         done = serving(*arguments, cwd=tmp_path)

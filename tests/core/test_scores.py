@@ -52,14 +52,14 @@ def scores() -> AttributionScores:
 
 def test_says_what_it_would_take(scores: AttributionScores):
     assert scores.certainty == (
-        f"7 of 16 channel scores rest on fewer than {TOKEN_FLOOR} tokens; a typical one on 10. 4 times as much text "
-        f"would give most channels of every expert {TOKEN_FLOOR}"
+        f"7 of 16 channel scores rest on fewer than {TOKEN_FLOOR} effective tokens; a typical one on 10. 4 times as "
+        f"much text would give most channels of every expert {TOKEN_FLOOR}"
     )
 
 
 def test_no_advice_if_there_is_enough_text_or_more_would_not_help(scores: AttributionScores):
     enough = replace(scores, effective_tokens_LE=torch.tensor([[100.0, 50.0]], dtype=torch.float64))
-    assert enough.certainty == "7 of 16 channel scores rest on fewer than 32 tokens; a typical one on 50"
+    assert enough.certainty == "7 of 16 channel scores rest on fewer than 32 effective tokens; a typical one on 50"
     unreached = replace(scores, effective_tokens_LE=torch.tensor([[100.0, 0.0]], dtype=torch.float64))
     assert unreached.certainty is not None
     assert "times as much" not in unreached.certainty
