@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from moe_coverage_plugin.calibration.text import IDS, pack
 from moe_coverage_plugin.checkpoint.opening import open_model
 from moe_coverage_plugin.files.model_path import check_model
+from moe_coverage_plugin.modeling.conversions import conversions_kept
 from moe_coverage_plugin.options import SamplingOptions
 from moe_coverage_plugin.sampling.run import sample
 from moe_coverage_plugin.sampling.transformers_engine import TransformersEngine, on_accelerator
@@ -41,10 +42,12 @@ def sample_text(
     Raises:
         CoverageError: the model cannot be opened; see also :func:`~moe_coverage_plugin.sampling.run.sample`.
     """
-    chosen = SamplingOptions(**options)
     if not isinstance(model, PreTrainedModel):
         check_model(str(model))
-        model = open_model(str(model), "auto" if torch.cuda.is_available() else None)
+        with conversions_kept():
+            opened = open_model(str(model), "auto" if torch.cuda.is_available() else None)
+            return sample_text(opened, tokenizer, **options)
+    chosen = SamplingOptions(**options)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
     engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
     with on_accelerator(model):

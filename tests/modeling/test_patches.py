@@ -64,6 +64,24 @@ def test_the_loader_works_only_without_image_processors(tmp_path):
     assert "torchvision" in plain.stderr
 
 
+CONVERSIONS = """
+import sys
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from transformers import AutoModelForCausalLM, conversion_mapping
+import moe_coverage_plugin
+with load_quantizable_moe():
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sorted(conversion_mapping.USER_REGISTERED_MAPPINGS))
+"""
+
+
+def test_the_loader_leaves_its_conversions(tmp_path):
+    source = str(save_model(tmp_path, num_hidden_layers=1))
+    command = [sys.executable, "-c", CONVERSIONS, source]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] != "[]", "conversions are removed: remove modeling/conversions.py"
+
+
 def test_models_keep_no_record_of_missing_tensors(tmp_path):
     source = save_model(tmp_path / "model", num_hidden_layers=1)
     model = AutoModelForCausalLM.from_pretrained(source)
