@@ -42,12 +42,12 @@ def sample_text(
     Raises:
         CoverageError: the model cannot be opened; see also :func:`~moe_coverage_plugin.sampling.run.sample`.
     """
+    chosen = SamplingOptions(**options)
     if not isinstance(model, PreTrainedModel):
         check_model(str(model))
         with conversions_kept():
             opened = open_model(str(model), "auto" if torch.cuda.is_available() else None)
             return sample_text(opened, tokenizer, **options)
-    chosen = SamplingOptions(**options)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
     engine = TransformersEngine(model, chosen.temperature, chosen.batch_size)
     with on_accelerator(model):
