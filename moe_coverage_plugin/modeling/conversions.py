@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import transformers.conversion_mapping
+from transformers import conversion_mapping  # pyright: ignore[reportAttributeAccessIssue] - imported lazily
 
 
 @contextmanager
 def conversions_kept() -> Iterator[None]:
     """Put the conversions back that were registered before; models that were opened meanwhile cannot be saved."""
-    place = transformers.conversion_mapping
-    before = place._checkpoint_conversion_mapping_cache
-    mappings, registered = None if before is None else dict(before), set(place.USER_REGISTERED_MAPPINGS)
+    before = conversion_mapping._checkpoint_conversion_mapping_cache
+    mappings = None if before is None else dict(before)
+    registered = set(conversion_mapping.USER_REGISTERED_MAPPINGS)
     try:
         yield
     finally:
         # patch: loader-conversions
-        place._checkpoint_conversion_mapping_cache = mappings
-        place.USER_REGISTERED_MAPPINGS.clear()
-        place.USER_REGISTERED_MAPPINGS.update(registered)
+        conversion_mapping._checkpoint_conversion_mapping_cache = mappings
+        conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
+        conversion_mapping.USER_REGISTERED_MAPPINGS.update(registered)
